@@ -1,0 +1,122 @@
+"""The contract between a serving engine and a cache: all that an engine knows of kvtier.
+
+The engine's life of a request, with the calls in order:
+
+1. ``match`` when the request may be admitted. PENDING means: ask again at a later step, hold
+   nothing meanwhile. Otherwise the answer says how many tokens beyond those already in HBM
+   can be loaded; their bytes then lie in leased DRAM.
+2. ``load`` once blocks are allocated for them. The request waits until ``poll`` reports it.
+3. ``save`` after every step that computed prompt or output tokens of the request.
+4. ``finish`` when it ends, is aborted or is preempted. True means: its blocks are still being
+   read or written; keep them until ``poll`` names the request in ``released``.
+
+No call waits, none raises for a fault of a tier, and all are made on one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["MISS", "PENDING", "Connector", "Loaded", "Match", "Update"]
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """How much of a prompt the cache can load beyond what the engine has.
+
+    tokens: loadable tokens, a multiple of the engine's block size; 0 is a miss.
+    pending: the bytes are on their way up from a slower tier; ask again.
+    """
+
+    tokens: int
+    pending: bool = False
+
+
+MISS: Final = Match(0)
+PENDING: Final = Match(0, pending=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A load that has settled.
+
+    tokens: how many of the tokens asked for are valid, counted from the first; the engine
+        computes the others. 0 when the load failed at its first part.
+    tiers: the tier that each of those tokens' bytes came from, as tokens by tier name.
+    """
+
+    request_id: str
+    tokens: int
+    tiers: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What has settled since the last ``poll``.
+
+    released: requests whose blocks the engine kept at ``finish``'s word and may free now.
+    """
+
+    loaded: tuple[Loaded, ...] = ()
+    released: tuple[str, ...] = ()
+
+
+class Connector(Protocol):
+    """What an engine calls. See the module's text for the order of calls."""
+
+    def match(
+        self,
+        request_id: str,
+        tokens: NDArray[np.int32],
+        computed: int,
+        identity: object | None = None,
+    ) -> Match:
+        """Say what can be loaded beyond the first `computed` tokens, a multiple of the block.
+
+        tokens: the whole prompt, int32 [n]. Idempotent while the answer is PENDING.
+        The answer never covers the last token of the prompt: the engine computes it.
+        identity: a ``kvtier.Request`` (adapter, salt, spans), or None.
+        """
+        ...
+
+    def load(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Start to fill `block_ids`, the blocks of the tokens that ``match`` offered, in order."""
+        ...
+
+    def poll(self) -> Update:
+        """Return what has settled since the last call."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until something may have settled or become loadable, at most `seconds`.
+
+        The one call that blocks. An engine makes it when it has nothing else to compute.
+        """
+        ...
+
+    def save(
+        self,
+        request_id: str,
+        tokens: NDArray[np.int32],
+        block_ids: Sequence[int],
+        identity: object | None = None,
+    ) -> None:
+        """Offer the KV of `tokens`, all accepted and computed, that lies in `block_ids`.
+
+        tokens: prompt and output so far, int32 [n]; block_ids: the request's block table.
+        Chunks that are already stored, and the incomplete tail, cost nothing.
+        """
+        ...
+
+    def finish(self, request_id: str) -> bool:
+        """End the request. True: keep its blocks until ``poll`` names it in ``released``."""
+        ...
+
+    def close(self) -> None:
+        """Wait for copies in flight, bounded; then let go of the engine's memory."""
+        ...

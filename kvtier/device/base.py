@@ -1,0 +1,93 @@
+"""The accelerator side: streams, fences, and copies between KV blocks and slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Copy", "Device", "Fence", "Role", "Stream"]
+
+Role = Literal["load", "store"]
+
+
+class Fence(Protocol):
+    """One recorded moment of a stream. Immutable: it is never recorded again."""
+
+    def done(self) -> bool:
+        """Say whether all work before it has ended. Never blocks. Raises what the work raised."""
+        ...
+
+    def wait(self, timeout: float) -> bool:
+        """Block at most `timeout` seconds; say whether it is done. Raises as ``done`` does."""
+        ...
+
+
+class Stream(Protocol):
+    """Work in order. Two streams are unordered but for ``wait``."""
+
+    def record(self) -> Fence:
+        """Return the fence of all work enqueued so far."""
+        ...
+
+    def wait(self, fence: Fence) -> None:
+        """Hold later work of this stream until the fence is done. Does not block the caller."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """One copy between blocks of a paged cache and part of a slot.
+
+    pages: bytes of the paged cache, uint8 [planes, blocks, bytes of a block].
+    blocks: ids of the engine's blocks, in token order.
+    slot: bytes of the same tokens in the slot, uint8 [planes, len(blocks), bytes of a block];
+        strided along planes when only some of a chunk's tokens are copied.
+    """
+
+    pages: NDArray[np.uint8]
+    blocks: Sequence[int]
+    slot: NDArray[np.uint8]
+
+
+class Device(Protocol):
+    """Enqueues copies. Calls do not block; `after` is mandatory, so that nothing is unordered."""
+
+    name: str
+
+    def stream(self, role: Role) -> Stream:
+        """Return the device's stream for loads, or for stores."""
+        ...
+
+    def pages(self, tensor: Any, planes: int) -> NDArray[np.uint8]:  # noqa: ANN401 (torch or numpy)
+        """View a KV tensor as bytes [planes, blocks, bytes of a block].
+
+        tensor: torch or numpy; its leading dimensions make up `planes`, the next is the block.
+        Raises ConfigError when it is not contiguous within blocks or lies on another device.
+        """
+        ...
+
+    def host_fence(self) -> Fence:
+        """Return a fence of what the calling thread has computed until now."""
+        ...
+
+    def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
+        """Copy blocks into slots, after the fences."""
+        ...
+
+    def scatter(
+        self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence], groups: int = 1
+    ) -> list[Fence]:
+        """Copy slots into blocks, after the fences.
+
+        Planes go in `groups` runs of about equal size, with one fence for each: the first
+        layers may be read while the last are still on their way.
+        """
+        ...
+
+    def close(self) -> None:
+        """Wait for work in flight, bounded, and end the streams."""
+        ...

@@ -1,0 +1,207 @@
+"""The CPU device: a worker thread a stream, really asynchronous, so that a missing fence shows."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.device.base import Copy, Fence, Role, Stream
+from kvtier.errors import ConfigError, MisuseError
+
+__all__ = ["CpuDevice", "CpuFence", "CpuStream"]
+
+_CLOSE_SECONDS: Final = 10.0
+_log = logging.getLogger("kvtier")
+
+
+class CpuFence:
+    """See Fence."""
+
+    __slots__ = ("_done", "error")
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def done(self) -> bool:
+        """See Fence."""
+        if not self._done.is_set():
+            return False
+        self._raise()
+        return True
+
+    def wait(self, timeout: float) -> bool:
+        """See Fence."""
+        if not self._done.wait(timeout):
+            return False
+        self._raise()
+        return True
+
+    def settle(self, error: BaseException | None = None) -> None:
+        """Mark it done; called by the stream that recorded it."""
+        self.error = error
+        self._done.set()
+
+    def _raise(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+class CpuStream:
+    """A queue of work and the thread that does it, started with the first work."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._closed = False
+
+    def enqueue(self, work: Callable[[], None]) -> None:
+        """Append work. An error in it is kept, and raised by the next fence."""
+        if self._closed:
+            raise MisuseError(f"stream {self._name} is closed")
+        self._work.put(work)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name=f"kvtier-{self._name}", daemon=True
+            )
+            self._thread.start()
+
+    def record(self) -> CpuFence:
+        """See Stream."""
+        fence = CpuFence()
+
+        def settle() -> None:
+            error, self._error = self._error, None
+            fence.settle(error)
+
+        self.enqueue(settle)
+        return fence
+
+    def wait(self, fence: Fence) -> None:
+        """See Stream."""
+
+        def block() -> None:
+            while not fence.wait(_CLOSE_SECONDS):
+                if self._closed:
+                    raise MisuseError(f"stream {self._name} closed before a fence was done")
+
+        self.enqueue(block)
+
+    def close(self) -> None:
+        """Do what is queued, bounded, and end the thread."""
+        self._closed = True
+        if self._thread is None:
+            return
+        self._work.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+        if self._thread.is_alive():
+            _log.warning("%s still hangs at close; it is left behind", self._thread.name)
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001  (the next fence raises it)
+                self._error = self._error or error
+
+
+class CpuDevice:
+    """Copies on worker threads with numpy, which releases the GIL. See Device."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._streams: dict[Role, CpuStream] = {
+            "load": CpuStream("load"),
+            "store": CpuStream("store"),
+        }
+
+    def stream(self, role: Role) -> CpuStream:
+        """See Device."""
+        return self._streams[role]
+
+    def pages(self, tensor: Any, planes: int) -> NDArray[np.uint8]:  # noqa: ANN401 (torch or numpy)
+        """See Device."""
+        array = tensor
+        if not isinstance(tensor, np.ndarray):
+            if getattr(tensor, "device", None) is None or tensor.device.type != "cpu":
+                raise ConfigError("the CPU device needs KV tensors of torch (CPU) or numpy")
+            import torch  # noqa: PLC0415  (there already: the tensor is one)
+
+            if not tensor.is_contiguous():
+                raise ConfigError("a KV tensor must be contiguous")
+            array = tensor.detach().view(torch.uint8).numpy()
+        if not array.flags.c_contiguous:
+            raise ConfigError("a KV tensor must be contiguous")
+        lead, at = 1, 0
+        while lead < planes and at < array.ndim:
+            lead *= array.shape[at]
+            at += 1
+        if lead != planes or at >= array.ndim - 1:
+            raise ConfigError(
+                f"a KV tensor of shape {tuple(tensor.shape)} does not begin with {planes} planes "
+                "(layers x K and V) followed by blocks"
+            )
+        return array.reshape(planes, array.shape[at], -1).view(np.uint8)
+
+    def host_fence(self) -> CpuFence:
+        """See Device. The CPU engine computes on the calling thread, so it is done."""
+        fence = CpuFence()
+        fence.settle()
+        return fence
+
+    def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
+        """See Device."""
+        queued = self._after(stream, after)
+        for copy in copies:
+            queued.enqueue(lambda copy=copy: _copy(copy, slice(None), into_slot=True))
+        return queued.record()
+
+    def scatter(
+        self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence], groups: int = 1
+    ) -> list[Fence]:
+        """See Device."""
+        queued = self._after(stream, after)
+        fences: list[Fence] = []
+        planes = copies[0].pages.shape[0] if copies else 0
+        for index in range(groups):
+            part = slice(planes * index // groups, planes * (index + 1) // groups)
+            for copy in copies:
+                queued.enqueue(lambda copy=copy, part=part: _copy(copy, part, into_slot=False))
+            fences.append(queued.record())
+        return fences
+
+    def close(self) -> None:
+        """See Device."""
+        for stream in self._streams.values():
+            stream.close()
+
+    @staticmethod
+    def _after(stream: Stream, after: Sequence[Fence]) -> CpuStream:
+        if not isinstance(stream, CpuStream):
+            raise MisuseError("the CPU device takes its own streams only")
+        for fence in after:
+            stream.wait(fence)
+        return stream
+
+
+def _copy(copy: Copy, planes: slice, *, into_slot: bool) -> None:
+    """Copy run by run: consecutive blocks of all planes are one strided copy."""
+    at = 0
+    while at < len(copy.blocks):
+        stop = at + 1
+        while stop < len(copy.blocks) and copy.blocks[stop] == copy.blocks[stop - 1] + 1:
+            stop += 1
+        first = copy.blocks[at]
+        pages = copy.pages[planes, first : first + stop - at]
+        slot = copy.slot[planes, at:stop]
+        np.copyto(*((slot, pages) if into_slot else (pages, slot)))
+        at = stop

@@ -1,0 +1,134 @@
+"""Geometry: the shape of a model's KV on its engine, and how many bytes that is.
+
+KV bytes per token = layers x planes x heads x head size x bytes per element, summed over the
+components, with two planes (K and V) for attention: the formula of the PagedAttention paper
+(Kwon et al., SOSP 2023, section 3). An MLA latent is one plane of one head whose size is the
+latent rank plus the shared RoPE key (DeepSeek-V2, section 2.1).
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.errors import ConfigError, unknown
+from kvtier.identity.record import Part
+
+__all__ = ["DTYPE_BYTES", "Component", "Geometry", "Needs", "chunk_tokens_for"]
+
+DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
+LAYOUT: Final = "layer-plane-token"
+_NEAR_TOKENS: Final = 256
+_MAX_CHUNK_TOKENS: Final = 8192
+
+
+class Needs(enum.Enum):
+    """What a component needs of a prefix to continue it."""
+
+    ALL = "all"  # full attention: every chunk
+    TRAILING = "trailing"  # sliding window: the chunks that cover the last `window` tokens
+    LAST = "last"  # a recurrent state, stored at the end of the prefix
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """The KV of one kind of layer.
+
+    heads: KV heads, all shards together; head_size: elements of one head of one plane.
+    """
+
+    layers: int
+    heads: int
+    head_size: int
+    planes: int = 2
+    name: str = "attention"
+    needs: Needs = Needs.ALL
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.heads, self.head_size, self.planes) < 1:
+            raise ConfigError(f"component {self.name!r}: every size must be at least 1")
+        if (self.needs is Needs.TRAILING) != (self.window > 0):
+            raise ConfigError(f"component {self.name!r}: a window goes with needs=TRAILING, only")
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The KV shape of a model on its engine. Shards are not in it: they name parts.
+
+    block_tokens: the engine's block sizes; chunk_tokens: tokens of one chunk, a multiple of
+    each. Raises ConfigError when they do not fit or a name is unknown.
+    """
+
+    components: tuple[Component, ...]
+    dtype: str = "bfloat16"
+    block_tokens: tuple[int, ...] = (16,)
+    chunk_tokens: int = _NEAR_TOKENS
+    layout: str = LAYOUT
+
+    def __post_init__(self) -> None:
+        if not self.components:
+            raise ConfigError("a geometry needs at least one component")
+        if self.dtype not in DTYPE_BYTES:
+            raise unknown("dtype", self.dtype, DTYPE_BYTES)
+        chunk_tokens_for(self.block_tokens, self.chunk_tokens)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """KV bytes of one token, all components and shards."""
+        return sum(self._token_bytes(component) for component in self.components)
+
+    def part_bytes(self, part: Part) -> int:
+        """Return the raw bytes of one part of a chunk."""
+        if part.component >= len(self.components) or part.shard >= part.shards:
+            raise ConfigError(f"{part} is not a part of this geometry")
+        whole = self._token_bytes(self.components[part.component]) * self.chunk_tokens
+        if whole % part.shards:
+            raise ConfigError(f"{whole} bytes cannot be cut into {part.shards} shards")
+        return whole // part.shards
+
+    def encoding(self) -> str:
+        """Return the canonical text that enters the namespace."""
+        parts = (
+            f"{c.name}:{c.layers}:{c.planes}:{c.heads}:{c.head_size}:{c.needs.value}:{c.window}"
+            for c in self.components
+        )
+        blocks = ",".join(map(str, self.block_tokens))
+        return f"{self.layout}/{self.dtype}/{blocks}/{self.chunk_tokens}/" + ";".join(parts)
+
+    def _token_bytes(self, component: Component) -> int:
+        elements = component.layers * component.planes * component.heads * component.head_size
+        return elements * DTYPE_BYTES[self.dtype]
+
+
+def chunk_tokens_for(block_tokens: Sequence[int], configured: int | None = None) -> int:
+    """Return the chunk size for an engine's block sizes, in tokens.
+
+    Without `configured`, the multiple of the blocks' least common multiple nearest to 256.
+    Raises ConfigError when `configured`, or any chunk of at most 8,192 tokens, does not fit.
+    """
+    if not block_tokens or min(block_tokens) < 1:
+        raise ConfigError(f"block sizes must be positive, not {list(block_tokens)}")
+    common = math.lcm(*block_tokens)
+    if configured is not None:
+        if configured < 1 or configured % common or configured > _MAX_CHUNK_TOKENS:
+            near = min(max(common, round(configured / common) * common), _MAX_CHUNK_TOKENS)
+            remedy = (
+                f"the nearest that fits is {near}"
+                if near % common == 0
+                else f"no chunk of at most {_MAX_CHUNK_TOKENS} tokens fits them"
+            )
+            raise ConfigError(
+                f"a chunk of {configured} tokens does not fit blocks of {list(block_tokens)} "
+                f"tokens (a multiple of {common}, at most {_MAX_CHUNK_TOKENS}); {remedy}"
+            )
+        return configured
+    if common > _MAX_CHUNK_TOKENS:
+        raise ConfigError(
+            f"blocks of {list(block_tokens)} tokens have the least common multiple {common}; "
+            f"no chunk of at most {_MAX_CHUNK_TOKENS} tokens fits them"
+        )
+    return max(1, round(_NEAR_TOKENS / common)) * common

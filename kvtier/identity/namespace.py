@@ -1,0 +1,124 @@
+"""Namespace and Request: all that identifies KV bytes besides the tokens.
+
+A namespace says which model, in which form, on which engine layout, for which tenant. A
+request adds what may differ from one prompt to the next: adapter, salt, images. Their
+encoding is canonical and length-prefixed, so that no two identities encode alike.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final
+
+from kvtier.errors import ConfigError
+from kvtier.identity.geometry import Geometry
+
+__all__ = ["FORMAT_VERSION", "Namespace", "Request", "Span", "root_key"]
+
+FORMAT_VERSION: Final = 1
+"""Version of the key derivation. A change makes every cache cold: see CHANGELOG."""
+
+_DIGEST_BYTES: Final = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, stop) whose content is not in their ids: an image, or embeddings.
+
+    digest: the full digest of that content, at least 16 bytes.
+    """
+
+    start: int
+    stop: int
+    digest: bytes
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop:
+            raise ConfigError(f"a span must have 0 <= start < stop, not {self.start}..{self.stop}")
+        if len(self.digest) < _DIGEST_BYTES:
+            raise ConfigError(
+                f"a span's digest has {len(self.digest)} bytes; pass the full digest of its "
+                f"content, at least {_DIGEST_BYTES}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What differs per request.
+
+    adapter: digest of the adapter's content, not its name. salt: any bytes that separate users.
+    """
+
+    adapter: bytes = b""
+    salt: bytes = b""
+    spans: tuple[Span, ...] = ()
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """What identifies KV bytes for all requests of one engine. Two namespaces never share.
+
+    model and revision name the weights; config_digest covers the model's configuration with its
+    overrides; quantisation, kv_scales and draft say what else changes KV. secret roots the keys
+    of a tenant: without it, nobody can tell whether a prompt is cached. It is never stored.
+    """
+
+    model: str
+    geometry: Geometry
+    revision: str = ""
+    config_digest: bytes = b""
+    quantisation: str = ""
+    kv_scales: str = ""
+    draft: str = ""
+    tenant: str = ""
+    secret: bytes = field(default=b"", repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("a namespace needs the name of a model")
+        if self.kv_scales == "calibrated":
+            raise ConfigError(
+                "KV scales that are calibrated at run time differ from run to run and cannot be "
+                "shared; use fixed scales and name them by their digest"
+            )
+
+    @cached_property
+    def encoding(self) -> bytes:
+        """The canonical encoding, without the secret."""
+        return _fields(
+            (
+                b"kvtier namespace",
+                str(FORMAT_VERSION).encode(),
+                self.model.encode(),
+                self.revision.encode(),
+                self.config_digest,
+                self.quantisation.encode(),
+                self.geometry.encoding().encode(),
+                self.kv_scales.encode(),
+                self.draft.encode(),
+                self.tenant.encode(),
+            )
+        )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """sha256 of the encoding, 32 bytes: what records carry."""
+        return hashlib.sha256(self.encoding).digest()
+
+
+def root_key(namespace: Namespace, request: Request) -> bytes:
+    """Return the 32 bytes from which a prefix's keys are chained.
+
+    HMAC-SHA256 under the tenant's secret, so that keys cannot be guessed from a prompt.
+    """
+    identity = _fields((namespace.encoding, request.adapter, request.salt))
+    return hmac.digest(namespace.secret, identity, "sha256")
+
+
+def _fields(values: Iterable[bytes]) -> bytes:
+    return b"".join(struct.pack("<Q", len(value)) + value for value in values)

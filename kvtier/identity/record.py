@@ -1,0 +1,158 @@
+"""A record: one part as it lies in a tier, a fixed header and then bytes.
+
+The header makes every tier readable without its index: it says which namespace and chunk the
+bytes belong to, which part they are, how they were encoded, and what their checksums must be.
+
+Layout, little-endian, 256 bytes::
+
+    0    8s   magic "KVTIERrc"
+    8    u16  version
+    10   u16  codec
+    12   u32  depth of the chunk in its prefix, 0 for the first
+    16   32s  namespace digest
+    48   32s  chunk key
+    80   32s  parent key (the root key for depth 0)
+    112  u16  component, u16 shard, u16 shards, u16 zero
+    120  u64  raw bytes
+    128  u64  stored bytes
+    136  16s  xxh3_128 of the raw bytes
+    152  16s  xxh3_128 of the stored bytes
+    168  72s  zero
+    240  16s  xxh3_128 of bytes 0..240
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import xxhash
+
+from kvtier.errors import Corrupt
+
+__all__ = [
+    "CODEC_RAW",
+    "HEADER_BYTES",
+    "KEY_BYTES",
+    "RECORD_ID_BYTES",
+    "RECORD_VERSION",
+    "Header",
+    "Part",
+    "RecordId",
+    "checksum",
+    "record_id",
+    "split_record_id",
+]
+
+RECORD_VERSION: Final = 1
+HEADER_BYTES: Final = 256
+KEY_BYTES: Final = 32
+CODEC_RAW: Final = 0
+
+_MAGIC: Final = b"KVTIERrc"
+_BODY: Final = struct.Struct("<8sHHI32s32s32sHHHHQQ16s16s72s")
+_PART: Final = struct.Struct("<HHH")
+_SUM_AT: Final = HEADER_BYTES - 16
+RECORD_ID_BYTES: Final = KEY_BYTES + _PART.size
+
+RecordId = bytes
+"""Chunk key and part, 38 bytes: what a Store calls a record by."""
+
+
+class Part(NamedTuple):
+    """Which piece of a chunk: a component of the model, and a shard of that component.
+
+    Replicated KV, such as an MLA latent, is shard 0 of 1 whatever the ranks.
+    """
+
+    component: int = 0
+    shard: int = 0
+    shards: int = 1
+
+
+def record_id(key: bytes, part: Part) -> RecordId:
+    """Return the name of a part of a chunk. `key` has 32 bytes."""
+    return key + _PART.pack(*part)
+
+
+def split_record_id(name: RecordId) -> tuple[bytes, Part]:
+    """Return chunk key and part of a record's name. Raises Corrupt for a wrong length."""
+    if len(name) != RECORD_ID_BYTES:
+        raise Corrupt(f"a record id has {RECORD_ID_BYTES} bytes, this one {len(name)}")
+    return name[:KEY_BYTES], Part(*_PART.unpack(name[KEY_BYTES:]))
+
+
+def checksum(data: bytes | memoryview) -> bytes:
+    """Return the xxh3_128 of contiguous bytes: 16 bytes. Releases the GIL."""
+    return xxhash.xxh3_128_digest(data)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """All that is known of a record besides its bytes."""
+
+    namespace: bytes
+    key: bytes
+    parent: bytes
+    depth: int
+    part: Part
+    raw_bytes: int
+    stored_bytes: int
+    raw_sum: bytes
+    stored_sum: bytes
+    codec: int = CODEC_RAW
+
+    @property
+    def id(self) -> RecordId:
+        """The name that the record has in every tier."""
+        return record_id(self.key, self.part)
+
+    def pack(self) -> bytes:
+        """Return the header as its 256 bytes."""
+        body = _BODY.pack(
+            _MAGIC,
+            RECORD_VERSION,
+            self.codec,
+            self.depth,
+            self.namespace,
+            self.key,
+            self.parent,
+            *self.part,
+            0,
+            self.raw_bytes,
+            self.stored_bytes,
+            self.raw_sum,
+            self.stored_sum,
+            b"",
+        )
+        return body + checksum(body)
+
+    @classmethod
+    def unpack(cls, data: bytes | memoryview) -> Header:
+        """Read a header from the first 256 bytes of `data`.
+
+        Raises Corrupt for anything that is not a whole header of a known version.
+        """
+        head = bytes(data[:HEADER_BYTES])
+        if len(head) < HEADER_BYTES or head[:8] != _MAGIC:
+            raise Corrupt("not a kvtier record")
+        if checksum(head[:_SUM_AT]) != head[_SUM_AT:]:
+            raise Corrupt("a record header fails its checksum")
+        fields = _BODY.unpack(head[:_SUM_AT])
+        _, version, codec, depth, namespace, key, parent, component, shard, shards, *rest = fields
+        if version != RECORD_VERSION:
+            raise Corrupt(f"record version {version}; this kvtier reads {RECORD_VERSION}")
+        _, raw_bytes, stored_bytes, raw_sum, stored_sum, _ = rest
+        return cls(
+            namespace=namespace,
+            key=key,
+            parent=parent,
+            depth=depth,
+            part=Part(component, shard, shards),
+            raw_bytes=raw_bytes,
+            stored_bytes=stored_bytes,
+            raw_sum=raw_sum,
+            stored_sum=stored_sum,
+            codec=codec,
+        )

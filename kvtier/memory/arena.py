@@ -1,0 +1,202 @@
+"""The arena: one sealed memfd of host memory, cut into extents, each cut into equal slots.
+
+The DRAM tier and the staging for slower tiers are the same slots. The memory is taken when the
+arena opens, whole and exact, so that nothing can fail for want of it later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.errors import ConfigError, MisuseError
+from kvtier.units import format_bytes
+
+__all__ = ["PAGE_BYTES", "Arena", "Slot", "available_bytes", "slot_bytes_for"]
+
+PAGE_BYTES: Final = 4096
+
+_EXTENT_BYTES: Final = 64 << 20
+_MADV_POPULATE_WRITE: Final = 23  # linux/mman.h; absent from the mmap module of 3.11
+_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_log = logging.getLogger("kvtier")
+
+
+class Slot(NamedTuple):
+    """A place in the arena. `serial` differs each time the place is handed out."""
+
+    offset: int
+    nbytes: int
+    serial: int
+
+
+def slot_bytes_for(part_bytes: int) -> int:
+    """Return the bytes of a slot for a part: whole pages, for O_DIRECT."""
+    return -(-part_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+class _Extent:
+    """A run of the arena, cut for one slot size while any of its slots is in use."""
+
+    __slots__ = ("first", "free", "nbytes", "slot_bytes", "used")
+
+    def __init__(self, first: int, nbytes: int) -> None:
+        self.first = first
+        self.nbytes = nbytes
+        self.slot_bytes = 0
+        self.free: list[int] = []
+        self.used = 0
+
+    def cut(self, slot_bytes: int) -> bool:
+        """Cut the empty extent anew; False if not one slot fits."""
+        self.slot_bytes = slot_bytes
+        count = self.nbytes // slot_bytes
+        self.free = [self.first + i * slot_bytes for i in reversed(range(count))]
+        return count > 0
+
+
+class Arena:
+    """Host memory for slots. Not thread-safe: the Catalog calls it under its lock.
+
+    capacity: bytes, cut down to whole pages and never exceeded. part_bytes: sizes of the parts
+    to expect; extents are cut so that the largest wastes least.
+    """
+
+    def __init__(self, capacity: int, part_bytes: Sequence[int]) -> None:
+        self.nbytes = capacity // PAGE_BYTES * PAGE_BYTES
+        largest = max(slot_bytes_for(size) for size in part_bytes)
+        if self.nbytes < largest:
+            raise ConfigError(
+                f"dram capacity {format_bytes(capacity)} is below one chunk of "
+                f"{format_bytes(largest)}; give it at least that, better a hundred times as much"
+            )
+        available = available_bytes()
+        if self.nbytes > available:
+            raise ConfigError(
+                f"dram capacity {format_bytes(capacity)} is more than the "
+                f"{format_bytes(available)} of memory available here; ask for less"
+            )
+        self.fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, self.nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._map = mmap.mmap(self.fd, self.nbytes)
+            self._map.madvise(mmap.MADV_DONTFORK)
+            self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+            self.pinned = self._take()
+        except OSError as error:
+            os.close(self.fd)
+            raise ConfigError(
+                f"cannot take {format_bytes(self.nbytes)} of memory for dram "
+                f"({error.strerror}; {format_bytes(available)} available); ask for less"
+            ) from error
+        self._view = memoryview(self._map)
+        step = max(1, _EXTENT_BYTES // largest) * largest
+        self._extents = [
+            _Extent(first, min(step, self.nbytes - first))
+            for first in range(0, self.nbytes, step)
+        ]
+        self._step = step
+        self._open: dict[int, list[_Extent]] = {}
+        self._live: dict[int, int] = {}
+        self._serial = 0
+        self.used_bytes = 0
+
+    def allocate(self, nbytes: int) -> Slot | None:
+        """Return a slot for a part of `nbytes`, or None when no place is free."""
+        size = slot_bytes_for(nbytes)
+        extents = self._open.setdefault(size, [])
+        while extents and not extents[-1].free:
+            extents.pop()
+        if not extents:
+            fresh = next((e for e in self._extents if not e.used and e.nbytes >= size), None)
+            if fresh is None:
+                return None
+            if fresh.slot_bytes and fresh.slot_bytes != size:
+                old = self._open.get(fresh.slot_bytes, [])
+                if fresh in old:
+                    old.remove(fresh)
+            fresh.cut(size)
+            extents.append(fresh)
+        extent = extents[-1]
+        offset = extent.free.pop()
+        extent.used += 1
+        self._serial += 1
+        self._live[offset] = self._serial
+        self.used_bytes += size
+        return Slot(offset, size, self._serial)
+
+    def free(self, slot: Slot) -> None:
+        """Take a slot back. Raises MisuseError for one that is not in use."""
+        if self._live.get(slot.offset) != slot.serial:
+            raise MisuseError(f"{slot} is not in use")
+        del self._live[slot.offset]
+        extent = self._extents[slot.offset // self._step]
+        extent.free.append(slot.offset)
+        extent.used -= 1
+        self.used_bytes -= slot.nbytes
+        extents = self._open[slot.nbytes]
+        if extent not in extents:
+            extents.append(extent)
+
+    def holds(self, slot: Slot) -> bool:
+        """Say whether this very hand-out of the slot is still in use."""
+        return self._live.get(slot.offset) == slot.serial
+
+    def view(self, offset: int, nbytes: int) -> memoryview:
+        """Return the writable bytes at `offset`, without a copy."""
+        return self._view[offset : offset + nbytes]
+
+    @property
+    def slots_in_use(self) -> int:
+        """Slots handed out and not taken back."""
+        return len(self._live)
+
+    def close(self) -> None:
+        """Give the memory back once the last view of it is gone. Idempotent."""
+        if self.fd < 0:
+            return
+        os.close(self.fd)
+        self.fd = -1
+        self._view.release()
+        self.memory = np.empty(0, np.uint8)
+        with contextlib.suppress(BufferError):  # a view is still held: the mapping goes with it
+            self._map.close()
+
+    def _take(self) -> bool:
+        """Fault all pages in, locked where the limit allows it. Raises OSError."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(self.memory.ctypes.data)
+        if libc.mlock(address, ctypes.c_size_t(self.nbytes)) == 0:
+            return True
+        _log.warning(
+            "dram is not pinned (mlock of %s: %s); raise the limit with `ulimit -l` or "
+            "LimitMEMLOCK= to keep it out of swap",
+            format_bytes(self.nbytes),
+            os.strerror(ctypes.get_errno()),
+        )
+        self._map.madvise(_MADV_POPULATE_WRITE)
+        return False
+
+
+def available_bytes() -> int:
+    """Return the memory that a new arena may take: of the host, and of this cgroup."""
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines()
+    )
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    cgroup = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):  # no limit, or no cgroup v2
+        limit = int((cgroup / "memory.max").read_text())
+        available = min(available, limit - int((cgroup / "memory.current").read_text()))
+    return max(available, 0)

@@ -1,0 +1,127 @@
+"""Every figure that kvtier counts, as one typed table, and the object that counts them.
+
+Names, units and labels follow the Prometheus conventions: base units, ``_total`` for counters.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvtier.errors import MisuseError
+
+__all__ = ["TABLE", "Metric", "Metrics"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One row of the table."""
+
+    name: str
+    kind: Literal["counter", "gauge"]
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+
+
+def _counter(name: str, unit: str, text: str, *labels: str) -> Metric:
+    return Metric(f"kvtier_{name}_total", "counter", unit, text, labels)
+
+
+def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
+    return Metric(f"kvtier_{name}", "gauge", unit, text, labels)
+
+
+_ROWS: Final = (
+    _counter("match_tokens", "tokens", "Tokens of prompts that were matched against the index"),
+    _counter("hit_tokens", "tokens", "Tokens that were loaded, by the tier they came from", "tier"),
+    _counter("saved_chunks", "chunks", "Chunks that were committed to DRAM"),
+    _counter("dropped_saves", "chunks", "Chunks that were not saved, and why", "reason"),
+    _counter("evicted_parts", "parts", "Parts that left a tier to make room", "tier"),
+    _counter("fetched_bytes", "bytes", "Bytes read upward from a tier", "tier"),
+    _counter("spilled_bytes", "bytes", "Bytes written down to a tier", "tier"),
+    _counter("dropped_spills", "parts", "Parts that were not written to a tier, and why",
+             "tier", "reason"),
+    _counter("corrupt_records", "records", "Records that failed a checksum or named another part",
+             "tier"),
+    _counter("tier_errors", "calls", "Records or calls that a tier failed", "tier"),
+    _counter("expired_leases", "leases", "Leases that ended by their deadline"),
+    _gauge("tier_capacity_bytes", "bytes", "Budget of a tier", "tier"),
+    _gauge("tier_used_bytes", "bytes", "Bytes of the budget in use", "tier"),
+    _gauge("tier_parts", "parts", "Parts in a tier", "tier"),
+    _gauge("leased_parts", "parts", "Parts under a lease, a spill or a copy"),
+    _gauge("quarantined_slots", "slots", "Slots that wait for the fence of an expired plan"),
+    _gauge("orphan_parts", "parts", "Parts whose parent is in no tier"),
+)
+
+TABLE: Final = {row.name: row for row in _ROWS}
+
+
+class Metrics:
+    """Counts by name and labels. Safe from any thread; never blocks for long."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Raise a counter. `name` is a row of TABLE without ``kvtier_`` and ``_total``."""
+        key = self._key(f"kvtier_{name}_total", labels)
+        with self._lock:
+            self._values[key] = self._values.get(key, 0) + amount
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge. `name` is a row of TABLE without ``kvtier_``."""
+        key = self._key(f"kvtier_{name}", labels)
+        with self._lock:
+            self._values[key] = value
+
+    def get(self, name: str, **labels: str) -> float:
+        """Return a counter or gauge by its short name; 0 when it was never touched.
+
+        With labels left out, the sum over them.
+        """
+        row = TABLE.get(f"kvtier_{name}_total") or TABLE.get(f"kvtier_{name}")
+        if row is None:
+            raise MisuseError(f"no metric {name!r}")
+        want = {row.labels.index(label): value for label, value in labels.items()}
+        with self._lock:
+            return sum(
+                value
+                for (key, values), value in self._values.items()
+                if key == row.name and all(values[at] == text for at, text in want.items())
+            )
+
+    def snapshot(self) -> dict[str, float]:
+        """Return all values as ``name{label="value"}`` to number, sorted by name."""
+        with self._lock:
+            items = sorted(self._values.items())
+        return {_series(name, values): value for (name, values), value in items}
+
+    def prometheus(self) -> Iterator[str]:
+        """Yield the lines of the text exposition format."""
+        seen: set[str] = set()
+        for series, value in self.snapshot().items():
+            name = series.partition("{")[0]
+            if name not in seen:
+                seen.add(name)
+                row = TABLE[name]
+                yield f"# HELP {name} {row.help}, in {row.unit}"
+                yield f"# TYPE {name} {row.kind}"
+            yield f"{series} {value:g}"
+
+    @staticmethod
+    def _key(name: str, labels: dict[str, str]) -> tuple[str, tuple[str, ...]]:
+        row = TABLE.get(name)
+        if row is None or set(row.labels) != set(labels):
+            raise MisuseError(f"no metric {name!r} with labels {sorted(labels)}")
+        return name, tuple(labels[label] for label in row.labels)
+
+
+def _series(name: str, values: tuple[str, ...]) -> str:
+    if not values:
+        return name
+    pairs = zip(TABLE[name].labels, values, strict=True)
+    return name + "{" + ",".join(f'{label}="{value}"' for label, value in pairs) + "}"

@@ -1,0 +1,32 @@
+"""The policy contract: in which order parts leave a tier. Shared with the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+__all__ = ["Policy"]
+
+
+class Policy(Protocol):
+    """Orders the rows of one tier. Rows are small integers; calls come under one lock."""
+
+    def insert(self, row: int) -> None:
+        """A part came into the tier, or came again."""
+        ...
+
+    def touch(self, row: int) -> None:
+        """A part was used. A chain is touched deepest-first, so that its head is newest."""
+        ...
+
+    def remove(self, row: int) -> None:
+        """A part left the tier. A no-op for one that is not there."""
+        ...
+
+    def victims(self) -> Iterator[int]:
+        """Yield rows, first to leave first. The tier is not changed while this is read."""
+        ...
+
+    def __len__(self) -> int:
+        """Rows in the tier."""
+        ...

@@ -1,0 +1,173 @@
+"""Threads and loops, in one place: everything in the core that waits runs through here.
+
+The core hands coroutines to a Flow and blocking calls to an IoPool. A simulated Flow under
+virtual time takes the place of both in tests, and the core's code does not change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable, Coroutine, Iterable
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from kvtier.errors import MisuseError
+
+__all__ = ["Flow", "IoPool", "ThreadFlow"]
+
+T = TypeVar("T")
+A = TypeVar("A")
+_log = logging.getLogger("kvtier")
+
+
+class IoPool:
+    """A fixed number of daemon threads for calls that block, started when first needed.
+
+    A hung call holds one thread and never the exit of the process.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        self._name = f"kvtier-{name}"
+        self._threads = threads
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._started: list[threading.Thread] = []
+        self._closed = False
+
+    def submit(self, call: Callable[..., T], *args: object) -> Future[T]:
+        """Run ``call(*args)`` on a thread of the pool. Never blocks.
+
+        Raises MisuseError after ``close``.
+        """
+        done: Future[T] = Future()
+
+        def job() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                done.set_result(call(*args))
+            except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
+                done.set_exception(error)
+
+        with self._lock:
+            if self._closed:
+                raise MisuseError(f"{self._name} is closed")
+            self._jobs.put(job)
+            if len(self._started) < self._threads:
+                thread = threading.Thread(
+                    target=self._work, name=f"{self._name}-{len(self._started)}", daemon=True
+                )
+                self._started.append(thread)
+                thread.start()
+        return done
+
+    def map(self, call: Callable[[A], T], items: Iterable[A]) -> list[T]:
+        """Run ``call`` on each item in parallel and return the results in order. Blocks.
+
+        Raises the first error, in order, after all have ended.
+        """
+        running = [self.submit(call, item) for item in items]
+        for each in running:
+            each.exception()
+        return [each.result() for each in running]
+
+    def close(self, timeout: float = 5.0) -> None:
+        """Let queued calls finish and end the threads, waiting `timeout` seconds for each."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for _ in self._started:
+                self._jobs.put(None)
+        for thread in self._started:
+            thread.join(timeout)
+            if thread.is_alive():
+                _log.warning("%s: a call still hangs at close; it is left behind", thread.name)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+
+class Flow(Protocol):
+    """Where the core's coroutines run."""
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine from any thread; the future reports its end. Never blocks."""
+        ...
+
+    async def io(self, pool: IoPool, call: Callable[..., T], *args: object) -> T:
+        """Run a blocking call in `pool` and await it. Called on the loop only.
+
+        Cancelling the await does not stop a call that has started: the caller still owns, and
+        must wait for, whatever the call writes to. Use ``asyncio.shield`` accordingly.
+        """
+        ...
+
+    def close(self) -> None:
+        """Cancel what still runs, wait for it, bounded, and end the loop."""
+        ...
+
+
+class ThreadFlow:
+    """The real Flow: one asyncio loop on one daemon thread, started when first needed."""
+
+    def __init__(self, name: str = "kvtier-flow") -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """See Flow. Raises MisuseError after ``close``."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._running())
+        except MisuseError:
+            work.close()
+            raise
+
+    async def io(self, pool: IoPool, call: Callable[..., T], *args: object) -> T:
+        """See Flow."""
+        return await asyncio.wrap_future(pool.submit(call, *args))
+
+    def close(self, timeout: float = 10.0) -> None:
+        """See Flow. Waits at most `timeout` seconds."""
+        with self._lock:
+            self._closed = True
+            loop, thread = self._loop, self._thread
+        if loop is None or thread is None or not thread.is_alive():
+            return
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(timeout)
+        if thread.is_alive():
+            _log.warning("%s did not end within %.0f s; it is left behind", self._name, timeout)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        with self._lock:
+            if self._closed:
+                raise MisuseError(f"{self._name} is closed")
+            if self._loop is None:
+                loop = self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(
+                    target=self._run, args=(loop,), name=self._name, daemon=True
+                )
+                self._thread.start()
+            return self._loop
+
+    @staticmethod
+    def _run(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            left = sorted(asyncio.all_tasks(loop), key=lambda task: task.get_name())
+            for task in left:
+                task.cancel()
+            with contextlib.suppress(Exception):
+                loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+            loop.close()

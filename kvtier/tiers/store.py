@@ -1,0 +1,138 @@
+"""The Store contract: six verbs over records, batched, synchronous, without policy.
+
+A Store keeps records and nothing else: it does not choose what to keep, does not retry for
+ever, does not hash payloads. Its Tier above it budgets, evicts, verifies checksums and bounds
+the time. Whoever writes a Store passes ``kvtier.testing.StoreSuite``.
+
+Rules, each of which the suite tests:
+
+* Per record a Status; one bad record of a batch never spoils the others.
+* ``Unavailable`` is raised only when the medium as a whole does not answer.
+* Buffers are filled, never returned. After anything but OK a buffer's content means nothing.
+* A record is visible to ``contains_many``, ``read_many`` and ``scan`` only once it is whole, and
+  under a name only the bytes that were last written whole under that name are ever OK.
+* Every call may be made from several threads at once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+
+from kvtier.identity.record import Header, RecordId
+
+__all__ = ["Capabilities", "Option", "Read", "Status", "Store", "Write"]
+
+
+class Status(enum.Enum):
+    """What became of one record of a batch."""
+
+    OK = "ok"
+    ABSENT = "absent"
+    CORRUPT = "corrupt"  # there is something under that name, and it is not that record
+    FAILED = "failed"  # an error or a short count; the medium may heal
+    FULL = "full"  # no room: evict something, then write again
+
+
+class Read(NamedTuple):
+    """Outcome of one read. `header` is there exactly when the status is OK."""
+
+    status: Status
+    header: Header | None = None
+
+
+class Write(NamedTuple):
+    """One record to write: `data` holds at least `header.stored_bytes`; the rest is padding.
+
+    Writing a name that exists replaces it, or keeps it when its stored checksum is the same.
+    """
+
+    header: Header
+    data: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a Store promises; the suite asserts accordingly.
+
+    durable: survives the process. shared: other hosts see it. self_evicting: records may vanish
+    by themselves. conditional_put: writes only if absent, atomically. ranged: reads part of a
+    record. bounded: holds its own capacity in bytes and answers FULL; otherwise the Tier counts.
+    """
+
+    durable: bool = False
+    shared: bool = False
+    self_evicting: bool = False
+    conditional_put: bool = False
+    ranged: bool = False
+    bounded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a tier's URL: how its text is read (raises ConfigError), and its default."""
+
+    parse: Callable[[str], object]
+    default: object
+    help: str
+
+
+@runtime_checkable
+class Store(Protocol):
+    """A medium that keeps records.
+
+    OPTIONS: the URL options besides ``capacity``.
+    THREADS: how many calls its Tier should have in flight.
+    ALIGNMENT: the address and length alignment at which buffers are used without a copy.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]]
+    THREADS: ClassVar[int]
+    ALIGNMENT: ClassVar[int]
+
+    @classmethod
+    def open(cls, location: str, capacity: int | None, options: Mapping[str, object]) -> Self:
+        """Open the medium at `location`, the part of the URL after ``scheme:``.
+
+        capacity: bytes, None for unbounded. options: a value for each of OPTIONS.
+        Blocks. Raises ConfigError with cause and remedy when it cannot be used.
+        """
+        ...
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this Store promises."""
+        ...
+
+    def footprint(self, stored_bytes: int) -> int:
+        """Return the bytes that a record of this payload takes from the capacity."""
+        ...
+
+    def contains_many(self, ids: Sequence[RecordId]) -> list[Status]:
+        """Say for each record OK, ABSENT or FAILED."""
+        ...
+
+    def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:
+        """Fill each buffer with the stored bytes of a record.
+
+        into: writable, contiguous, format "B"; a buffer shorter than the record gives FAILED.
+        """
+        ...
+
+    def write_many(self, records: Sequence[Write]) -> list[Status]:
+        """Write records in order: OK, FULL or FAILED for each."""
+        ...
+
+    def delete_many(self, ids: Sequence[RecordId]) -> list[Status]:
+        """Remove records: OK, ABSENT or FAILED for each."""
+        ...
+
+    def scan(self) -> Iterator[Header]:
+        """Yield the header of each whole record, oldest access or write first where known."""
+        ...
+
+    def close(self) -> None:
+        """Make durable what was promised, and let the medium go. Idempotent."""
+        ...

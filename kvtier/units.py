@@ -1,0 +1,72 @@
+"""Sizes and durations as people write them: ``8GiB``, ``512MB``, ``1.5s``, ``20ms``."""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kvtier.errors import ConfigError
+
+__all__ = ["format_bytes", "format_seconds", "parse_bytes", "parse_seconds"]
+
+_BYTES: Final = {
+    "b": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
+_NUMBER: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_MAX_BYTES: Final = 1 << 60
+
+
+def parse_bytes(text: str) -> int:
+    """Return the bytes that ``8GiB`` or ``500MB`` means; a unit is required.
+
+    Raises ConfigError for anything else, and for less than one byte or more than 1 EiB.
+    """
+    number, unit = _split(text, "size", "8GiB")
+    if unit not in _BYTES:
+        raise ConfigError(
+            f"size {text!r} has no known unit; write it like 8GiB, 512MiB or 500MB"
+        )
+    value = int(number * _BYTES[unit])
+    if not 1 <= value <= _MAX_BYTES:
+        raise ConfigError(f"size {text!r} is out of range; between 1B and 1EiB is possible")
+    return value
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds that ``20ms`` or ``1.5s`` means; a unit is required."""
+    number, unit = _split(text, "duration", "20ms")
+    if unit not in _SECONDS:
+        raise ConfigError(f"duration {text!r} has no known unit; write it like 20ms, 1.5s or 2m")
+    return number * _SECONDS[unit]
+
+
+def format_bytes(count: int) -> str:
+    """Return `count` bytes in the largest binary unit that keeps it at one or more."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if count >= _BYTES[unit.lower()]:
+            return f"{count / _BYTES[unit.lower()]:.4g} {unit}"
+    return f"{count} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a duration with three significant digits: ``1.2 s``, ``35 ms``, ``8 us``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def _split(text: str, kind: str, example: str) -> tuple[float, str]:
+    found = _NUMBER.fullmatch(text)
+    if found is None:
+        raise ConfigError(f"{text!r} is not a {kind}; write it like {example}")
+    return float(found[1]), found[2].lower()
