@@ -19,7 +19,7 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-SETTLE_SECONDS = 2.0
+SETTLE_SECONDS = 1.0
 FAILED = pytest.StashKey[bool]()
 
 # Timings are no property of the code here. The default profile repeats the same cases on every
