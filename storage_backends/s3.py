@@ -1,0 +1,338 @@
+"""Records in an S3-compatible object store: one object a record, header first, then the bytes.
+
+The name of an object is the prefix, the chunk key and the part, both in hex. Its first 256 bytes
+are the record's header, so one ranged GET of them tells what the object is and whether it is
+whole; no user metadata and no conditional PUT is needed. A PUT is atomic in S3: a record is
+there whole or not at all.
+
+A record is read in ranges of 4 MiB. The first brings the header; the others start as soon as the
+header is there, each tied to the same version of the object by its ETag.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import closing
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, NamedTuple, TypeVar
+
+import numpy as np
+
+from kvtier.clock import monotonic
+from kvtier.errors import ConfigError, Corrupt, Unavailable
+from kvtier.identity.record import HEADER_BYTES, Header, RecordId
+from kvtier.seams import IoPool
+from kvtier.storage_backends.s3_service import (
+    ABSENT_CODES,
+    AbsentError,
+    BrokenError,
+    Place,
+    Settings,
+    connect,
+    error_code,
+    explain,
+    parse_endpoint,
+    parse_location,
+    parse_timeout,
+    refused,
+    silence,
+    status_of,
+    weather,
+)
+from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
+
+__all__ = ["S3Store"]
+
+T = TypeVar("T")
+A = TypeVar("A")
+_log = logging.getLogger("kvtier")
+
+_RANGE: Final = 4 << 20  # payload bytes a GET
+_PIECE: Final = 256 << 10  # bytes a readinto: the client library copies a piece under the GIL
+_IN_FLIGHT: Final = 16  # requests of this process at once, and connections kept
+_SLOWEST: Final = 4.0  # read timeouts that the body of one range may take
+_LOOK_FIRST: Final = 1 << 20  # a PUT of more bytes is worth a look whether it is there already
+_SCAN_BATCH: Final = 256  # headers asked for before the first of them is yielded
+_KEY_HEX: Final = 64  # characters of a name that are the chunk key; the part follows a dash
+
+_NAME: Final = re.compile(r"([0-9a-f]{64})-([0-9a-f]{12})")
+_TOTAL: Final = re.compile(r"bytes \d+-\d+/(\d+)")
+
+
+class S3Store:
+    """A Store on an S3-compatible service, shared by all that know the bucket.
+
+    Credentials come from the usual AWS chain only: environment, profile, instance role. Over
+    TLS the payload of a PUT is not signed, since its Tier checks every record by checksum; over
+    plain http it is.
+
+    Calls block on the network, on threads of one bounded pool; a call that the server leaves
+    hanging ends after the timeouts, and none holds up the exit of the process.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = MappingProxyType(
+        {
+            "region": Option(str, "", "AWS region; empty: from the AWS environment or profile"),
+            "endpoint": Option(parse_endpoint, "", "URL of an S3-compatible service; empty: AWS"),
+            "connect_timeout": Option(parse_timeout, 2.0, "longest wait for a connection"),
+            "read_timeout": Option(parse_timeout, 5.0, "longest silence of the server"),
+        }
+    )
+    THREADS: ClassVar[int] = 8
+    ALIGNMENT: ClassVar[int] = 1
+
+    def __init__(self, client: Any, place: Place, read_timeout: float) -> None:
+        self._client = client
+        self._place = place
+        self._range_seconds = _SLOWEST * read_timeout
+        self._pool = IoPool("s3", _IN_FLIGHT)
+
+    @classmethod
+    def open(cls, location: str, capacity: int | None, options: Mapping[str, object]) -> S3Store:
+        """Open ``//bucket/prefix`` and list one object to see that it answers. See Store."""
+        del capacity  # its Tier counts
+        place = parse_location(location)
+        settings = Settings.read(options, cls.OPTIONS)
+        bad: tuple[type[Exception], ...] = (*weather(), ValueError)
+        try:
+            client = connect(settings, connections=_IN_FLIGHT + cls.THREADS)
+            client.list_objects_v2(Bucket=place.bucket, Prefix=place.prefix, MaxKeys=1)
+        except bad as error:
+            raise ConfigError(
+                f"cannot use s3://{place.bucket}: {explain(error, settings)}"
+            ) from error
+        return cls(client, place, settings.read_timeout)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Durable, shared and ranged. The Tier counts the bytes."""
+        return Capabilities(durable=True, shared=True, ranged=True)
+
+    def footprint(self, stored_bytes: int) -> int:
+        """Return the size of the object in bytes."""
+        return HEADER_BYTES + stored_bytes
+
+    def contains_many(self, ids: Sequence[RecordId]) -> list[Status]:
+        """See Store. One ranged GET of a header each, in parallel."""
+        found = self._settle(self._attempt(self._header, ids, self._pool.map))
+        # What is not whole is not there.
+        return [Status.ABSENT if status is Status.CORRUPT else status for status in found]
+
+    def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:
+        """See Store. Records and their ranges are read in parallel, straight into the buffers."""
+        jobs = [_Job(name, buffer, []) for name, buffer in zip(ids, into, strict=True)]
+        try:
+            results: list[Header | Exception] = self._attempt(self._lead, jobs, self._pool.map)
+        finally:
+            # The buffers are the caller's again only when every range has ended.
+            errors = [[error for each in job.others if (error := each.exception())] for job in jobs]
+        for place, late in enumerate(errors):
+            for error in late:
+                if not isinstance(error, weather()):
+                    raise error
+                results[place] = error
+        return [
+            Read(status, result if isinstance(result, Header) else None)
+            for status, result in zip(self._settle(results), results, strict=True)
+        ]
+
+    def write_many(self, records: Sequence[Write]) -> list[Status]:
+        """See Store. One after the other, so that ancestors are there before what needs them."""
+        return self._settle(self._attempt(self._put, records, _in_order))
+
+    def delete_many(self, ids: Sequence[RecordId]) -> list[Status]:
+        """See Store. S3 does not say whether a deleted object was there, so it is asked first."""
+        return self._settle(self._attempt(self._delete, ids, self._pool.map))
+
+    def scan(self) -> Iterator[Header]:
+        """See Store. Oldest write first; holds about 90 bytes a record while it runs."""
+        listed: list[bytes] = []
+        try:
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._place.bucket, Prefix=self._place.prefix
+            )
+            for item in itertools.chain.from_iterable(p.get("Contents", ()) for p in pages):
+                name = self._id_of(item["Key"])
+                if name is not None and item["Size"] >= HEADER_BYTES:
+                    written = int(item["LastModified"].timestamp() * 1e3)
+                    listed.append(written.to_bytes(8, "big") + name)
+        except weather() as error:
+            raise Unavailable(f"s3://{self._place.bucket}: {explain(error)}") from error
+        listed.sort()
+        for start in range(0, len(listed), _SCAN_BATCH):
+            names = [entry[8:] for entry in listed[start : start + _SCAN_BATCH]]
+            results = self._attempt(self._header, names, self._pool.map)
+            self._settle(results)
+            yield from (result for result in results if isinstance(result, Header))
+
+    def close(self) -> None:
+        """Let calls under way finish, and end threads and connections. Idempotent."""
+        self._pool.close()
+        self._client.close()
+
+    # ------------------------------------------------------------------------------- one record
+
+    def _header(self, name: RecordId) -> Header:
+        header, _, body = self._begin(name, HEADER_BYTES)
+        body.close()
+        return header
+
+    def _lead(self, job: _Job) -> Header:
+        """Read header and first range of a record, and set its other ranges going."""
+        name, into, others = job
+        header, etag, body = self._begin(name, HEADER_BYTES + min(len(into), _RANGE))
+        with closing(body):
+            size = header.stored_bytes
+            if size > len(into):
+                raise BrokenError(f"the buffer has {len(into)} bytes, the record {size}")
+            for start in range(_RANGE, size, _RANGE):
+                rest = into[start : min(start + _RANGE, size)]
+                others.append(self._pool.submit(self._follow, name, etag, start, rest))
+            self._fill(body, into[: min(_RANGE, size)])
+        return header
+
+    def _follow(self, name: RecordId, etag: str, start: int, into: memoryview) -> None:
+        answer = self._get(name, HEADER_BYTES + start, len(into), IfMatch=etag)
+        with closing(answer["Body"]) as body:
+            if answer["ContentLength"] != len(into) or answer.get("ETag") != etag:
+                raise BrokenError("a range is not the one that was asked for")
+            self._fill(body, into)
+
+    def _begin(self, name: RecordId, length: int) -> tuple[Header, str, Any]:
+        """Ask for the first `length` bytes of an object and read its header off them.
+
+        Returns header, ETag and the rest of the body, which the caller closes. Raises Corrupt
+        for an object that is not the whole record of that name.
+        """
+        answer = self._get(name, 0, length)
+        body = answer["Body"]
+        try:
+            header = self._checked(name, answer)
+        except BaseException:
+            body.close()
+            raise
+        return header, answer["ETag"], body
+
+    def _checked(self, name: RecordId, answer: Any) -> Header:
+        total = _TOTAL.fullmatch(answer.get("ContentRange", ""))
+        if total is None:  # an answer to some other question, an error in a 200 perhaps
+            raise BrokenError("the server did not answer with the range that was asked for")
+        head = bytearray(min(HEADER_BYTES, int(total[1])))
+        self._fill(answer["Body"], memoryview(head))
+        header = Header.unpack(memoryview(head))
+        if header.id != name:
+            raise Corrupt("another record lies under that name")
+        if int(total[1]) != HEADER_BYTES + header.stored_bytes:
+            raise Corrupt("the object has not the length that its header says")
+        return header
+
+    def _get(self, name: RecordId, start: int, length: int, **more: str) -> Any:
+        span = f"bytes={start}-{start + length - 1}"
+        try:
+            return self._client.get_object(**self._object(name), Range=span, **more)
+        except weather() as error:
+            if error_code(error) in ABSENT_CODES:
+                raise AbsentError from None
+            if error_code(error) == "InvalidRange" and start == 0:
+                raise Corrupt("the object is empty") from None
+            raise
+
+    def _fill(self, body: Any, into: memoryview) -> None:
+        late = monotonic() + self._range_seconds
+        filled = 0
+        while filled < len(into):
+            if monotonic() > late:
+                raise BrokenError(f"a range took more than {self._range_seconds:.3g} s")
+            got = body.readinto(into[filled : filled + _PIECE])
+            if got <= 0:
+                raise BrokenError(f"the answer ended after {filled} of {len(into)} bytes")
+            filled += got
+
+    def _put(self, record: Write) -> None:
+        header, data = record
+        size = header.stored_bytes
+        if size > _LOOK_FIRST and self._has(header):
+            return
+        # One buffer and one send: a body in two parts would cost a copy per 16 KiB under the GIL.
+        body = bytearray(HEADER_BYTES + size)
+        body[:HEADER_BYTES] = header.pack()
+        payload = np.frombuffer(body, np.uint8)[HEADER_BYTES:]
+        np.copyto(payload, np.frombuffer(data[:size], np.uint8))
+        self._client.put_object(**self._object(header.id), Body=body)
+
+    def _has(self, header: Header) -> bool:
+        try:
+            return self._header(header.id) == header
+        except (Corrupt, AbsentError):
+            return False
+
+    def _delete(self, name: RecordId) -> None:
+        try:
+            self._client.head_object(**self._object(name))
+        except weather() as error:
+            if error_code(error) in ABSENT_CODES:
+                raise AbsentError from None
+            raise
+        self._client.delete_object(**self._object(name))
+
+    def _object(self, name: RecordId) -> dict[str, str]:
+        text = name.hex()
+        key = f"{self._place.prefix}{text[:_KEY_HEX]}-{text[_KEY_HEX:]}"
+        return {"Bucket": self._place.bucket, "Key": key}
+
+    def _id_of(self, key: str) -> RecordId | None:
+        found = _NAME.fullmatch(key.removeprefix(self._place.prefix))
+        return bytes.fromhex(found[1] + found[2]) if found else None
+
+    # ------------------------------------------------------------------------------ one batch
+
+    def _attempt(
+        self,
+        call: Callable[[A], T],
+        items: Iterable[A],
+        run: Callable[[Callable[[A], T | Exception], Iterable[A]], list[T | Exception]],
+    ) -> list[T | Exception]:
+        """Run `call` on each item and return what came of it: a result or the error.
+
+        Once the server has left a request unanswered, what was not tried yet is not tried: a
+        batch waits for a dead server about once, not once a record.
+        """
+        silent: list[Exception] = []
+
+        def attempt(item: A) -> T | Exception:
+            if silent:
+                return silent[0]
+            try:
+                return call(item)
+            except weather() as error:
+                if isinstance(error, silence()):
+                    silent.append(error)
+                return error
+
+        return run(attempt, items)
+
+    def _settle(self, results: Sequence[object]) -> list[Status]:
+        """Return the status of each result. Raises Unavailable if the medium refused them all."""
+        errors = [result for result in results if isinstance(result, Exception)]
+        if errors and len(errors) == len(results) and all(map(refused, errors)):
+            raise Unavailable(f"s3://{self._place.bucket}: {explain(errors[0])}") from errors[0]
+        for error in errors:
+            if not isinstance(error, AbsentError):
+                _log.debug("s3://%s: %s", self._place.bucket, explain(error))
+        return [status_of(result) for result in results]
+
+
+class _Job(NamedTuple):
+    """A record to read, and the ranges of it that follow the first."""
+
+    name: RecordId
+    into: memoryview
+    others: list[Future[None]]
+
+
+def _in_order(call: Callable[[A], T], items: Iterable[A]) -> list[T]:
+    return [call(item) for item in items]

@@ -1,0 +1,243 @@
+"""The S3 service behind the store: how it is named and opened, and what its errors mean."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, Final, NamedTuple
+from urllib.parse import urlsplit
+
+from kvtier.errors import ConfigError, Corrupt, StoreError, unknown
+from kvtier.tiers.store import Option, Status
+from kvtier.units import parse_seconds
+
+__all__ = [
+    "ABSENT_CODES",
+    "CREDENTIALS",
+    "AbsentError",
+    "BrokenError",
+    "Place",
+    "Settings",
+    "connect",
+    "error_code",
+    "explain",
+    "parse_endpoint",
+    "parse_location",
+    "parse_timeout",
+    "refused",
+    "silence",
+    "status_of",
+    "weather",
+]
+
+_ATTEMPTS: Final = 2  # a Tier has a breaker; more tries here would only hold its threads
+_BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()/=-]{0,512}")
+_SECRETIVE: Final = ("key", "secret", "token", "password", "credential")
+
+CREDENTIALS: Final = (
+    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile by AWS_PROFILE, or an instance role"
+)
+_NO_CREDENTIALS: Final = frozenset(
+    {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError"}
+)
+_SERVER_ERROR: Final = 500
+_FULL_CODES: Final = frozenset({"XMinioStorageFull", "QuotaExceeded"})
+ABSENT_CODES: Final = frozenset({"404", "NoSuchKey", "NotFound"})
+_REMEDIES: Final = {
+    "404": "create the bucket, or correct its name",
+    "NoSuchBucket": "create the bucket, or correct its name",
+    "403": "let these credentials list, read, write and delete under the prefix",
+    "AccessDenied": "let these credentials list, read, write and delete under the prefix",
+    "InvalidAccessKeyId": f"the access key is not known there: {CREDENTIALS}",
+    "SignatureDoesNotMatch": f"the secret key does not belong to the access key: {CREDENTIALS}",
+    "ExpiredToken": "the session token has expired: renew it",
+    "InvalidToken": "the session token is not valid there: renew it",
+    "RequestTimeTooSkewed": "set this host's clock",
+    "PermanentRedirect": "the bucket lies in another region: name it by region=",
+    "301": "the bucket lies in another region: name it by region=",
+    "AuthorizationHeaderMalformed": "the bucket lies in another region: name it by region=",
+    "IllegalLocationConstraintException": "the bucket lies in another region: name it by region=",
+}
+
+
+class AbsentError(StoreError):
+    """There is no object of that name."""
+
+
+class BrokenError(StoreError):
+    """An answer that is short, late or not what was asked for; the object may be sound."""
+
+
+class Place(NamedTuple):
+    """Where records lie. The prefix is empty, or ends in a slash."""
+
+    bucket: str
+    prefix: str
+
+
+class Settings(NamedTuple):
+    """The values of the store's options; the timeouts are seconds."""
+
+    region: str
+    endpoint: str
+    connect_timeout: float
+    read_timeout: float
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any], known: Mapping[str, Option]) -> Settings:
+        """Take the options that were given, and defaults. Raises ConfigError for unknown ones."""
+        for name in values:
+            if name not in known:
+                if any(word in name.lower() for word in _SECRETIVE):
+                    raise ConfigError(f"credentials do not belong in a URL; {CREDENTIALS}")
+                raise unknown("option", name, known)
+        return cls(**{name: values.get(name, known[name].default) for name in cls._fields})
+
+
+def parse_endpoint(text: str) -> str:
+    """Return a checked URL of a service. Raises ConfigError."""
+    url = urlsplit(text)
+    if url.username is not None or url.password is not None:
+        raise ConfigError(f"the endpoint must not hold credentials; {CREDENTIALS}")
+    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.path.strip("/"):
+        raise ConfigError(f"{text!r} is not an endpoint; write it like https://host:port")
+    return text.rstrip("/")
+
+
+def parse_timeout(text: str) -> float:
+    """Return seconds, more than zero. Raises ConfigError."""
+    seconds = parse_seconds(text)
+    if seconds <= 0:
+        raise ConfigError(f"the timeout {text!r} must be more than zero, like 5s")
+    return seconds
+
+
+def parse_location(location: str) -> Place:
+    """Read ``//bucket/prefix``. Raises ConfigError, which never repeats a password."""
+    bucket, _, prefix = location.removeprefix("//").partition("/")
+    if "@" in bucket:  # and the message must not repeat it
+        raise ConfigError(f"credentials do not belong in a URL; {CREDENTIALS}")
+    if not location.startswith("//") or not _BUCKET.fullmatch(bucket):
+        raise ConfigError(f"{location!r} names no bucket; write the tier like s3://bucket/prefix")
+    if not _PREFIX.fullmatch(prefix):
+        raise ConfigError(
+            f"the prefix {prefix!r} is too long, or has characters that not every S3 service "
+            "takes; use letters, digits and - _ . /"
+        )
+    prefix = prefix.strip("/")
+    return Place(bucket, prefix and f"{prefix}/")
+
+
+def connect(settings: Settings, connections: int) -> Any:
+    """Return a client that keeps up to `connections`; nothing is sent yet."""
+    # boto3 takes a third of a second to import: only who uses this tier pays.
+    import boto3
+    from botocore.config import Config
+
+    region, endpoint, connect_timeout, read_timeout = settings
+    session = boto3.session.Session()
+
+    def build(*, sign_payload: bool) -> Any:
+        own: dict[str, object] = {"payload_signing_enabled": sign_payload}
+        if endpoint:  # a service that is not AWS's rarely has a host name per bucket
+            own["addressing_style"] = "path"
+        return session.client(
+            "s3",
+            region_name=region or session.region_name or ("us-east-1" if endpoint else None),
+            endpoint_url=endpoint or None,
+            config=Config(
+                connect_timeout=connect_timeout,
+                read_timeout=read_timeout,
+                max_pool_connections=connections,
+                retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                s3=own,
+            ),
+        )
+
+    client = build(sign_payload=False)
+    # The environment may name an endpoint too, so the client is asked. Where TLS does not guard
+    # the payload, its signature must.
+    if not client.meta.endpoint_url.startswith("https:"):
+        client = build(sign_payload=True)
+    return client
+
+
+# --------------------------------------------------------------------------- what an error means
+
+
+@functools.cache
+def weather() -> tuple[type[Exception], ...]:
+    """Return the errors that a network and a server can cause. Any other is a bug here."""
+    from botocore.exceptions import BotoCoreError, ClientError
+    from botocore.parsers import ResponseParserError
+    from urllib3.exceptions import HTTPError
+
+    return (BotoCoreError, ClientError, ResponseParserError, HTTPError, OSError, StoreError)
+
+
+@functools.cache
+def silence() -> tuple[type[Exception], ...]:
+    """Return the errors that mean that nobody answered."""
+    from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError, ReadTimeoutError
+
+    return (ConnectTimeoutError, EndpointConnectionError, ReadTimeoutError)
+
+
+def _answer(error: Exception) -> tuple[str, int]:
+    """Return error code and HTTP status of what the server said; empty and 0 if it said nothing."""
+    response: Any = getattr(error, "response", None) or {}
+    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+    return str(response.get("Error", {}).get("Code", "")), int(status)
+
+
+def error_code(error: Exception) -> str:
+    """Return the code that the server gave; empty if it said nothing."""
+    return _answer(error)[0]
+
+
+def status_of(result: object) -> Status:
+    """Return the status that a result, or the error in its place, stands for."""
+    if not isinstance(result, Exception):
+        return Status.OK
+    if isinstance(result, Corrupt):
+        return Status.CORRUPT
+    if isinstance(result, AbsentError):
+        return Status.ABSENT
+    return Status.FULL if _is_full(result) else Status.FAILED
+
+
+def _is_full(error: Exception) -> bool:
+    code, status = _answer(error)
+    return status == HTTPStatus.INSUFFICIENT_STORAGE or code in _FULL_CODES
+
+
+def refused(error: Exception) -> bool:
+    """Say whether an error is about the service or the bucket, not about one object."""
+    from botocore.exceptions import IncompleteReadError, ResponseStreamingError
+
+    if isinstance(error, (StoreError, IncompleteReadError, ResponseStreamingError)):
+        return False
+    code, status = _answer(error)
+    return code in _REMEDIES or status == 0 or (status >= _SERVER_ERROR and not _is_full(error))
+
+
+def explain(error: Exception, settings: Settings | None = None) -> str:
+    """Return cause and, where one is known, remedy, in one line."""
+    cause = " ".join(str(error).split()) or type(error).__name__
+    remedy = _REMEDIES.get(error_code(error), "")
+    name = type(error).__name__
+    if name in _NO_CREDENTIALS:
+        remedy = CREDENTIALS
+    elif isinstance(error, silence()) and settings is not None:
+        here = settings.endpoint or f"region {settings.region or 'of the AWS environment'}"
+        remedy = f"check {here} for a typing error, and that this host can reach it"
+    elif name == "ResponseParserError":
+        remedy = "what answers there is not an S3 service: check the endpoint"
+    elif "Region" in name:
+        remedy = "name a region like region=eu-central-1"
+    return f"{cause}; {remedy}" if remedy else cause
