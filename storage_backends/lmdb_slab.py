@@ -1,0 +1,274 @@
+"""``lmdb:DIR``: records on NVMe, payloads in slab segments by O_DIRECT, the index in LMDB.
+
+What keeps a read exact or absent:
+
+* a record is published after its payload is written, and a live slot is never written;
+* an index entry is gone, as durably as the mode says, before its slot is free;
+* a slot with a reader is free only when that reader is done;
+* on each read the header page on the disk must equal the header in the index.
+
+`durability` says when what was published or deleted is committed:
+
+* ``each``: before a call returns OK; calls that wait at the same time share one commit;
+* ``batch``: every 64 MiB or second, with the next call; when slots run out; at closing;
+* ``none``: before a call returns, but nothing is synced. The records survive the process, and
+  are discarded when the machine has restarted without a clean close.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, Final, Self
+
+from kvtier.clock import Clock, monotonic
+from kvtier.errors import ConfigError, Corrupt, MisuseError, Unavailable, unknown
+from kvtier.identity.record import HEADER_BYTES, Header, RecordId
+from kvtier.storage_backends.slab import PAGE, SLOT_CHARGE, FileIO, Segment, stride_of
+from kvtier.storage_backends.slab_directory import SlabDirectory, config_error
+from kvtier.storage_backends.slab_files import SegmentFiles
+from kvtier.storage_backends.slab_index import Entry
+from kvtier.storage_backends.slab_ledger import Batch, Ledger, Log
+from kvtier.storage_backends.slab_recovery import recover
+from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
+
+__all__ = ["LmdbSlabStore"]
+
+_DURABILITY: Final = ("none", "batch", "each")
+_BATCH_BYTES: Final = 64 << 20
+_BATCH_SECONDS: Final = 1.0
+_SCAN_STEP: Final = 512
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+
+
+def _durability(text: str) -> str:
+    if text not in _DURABILITY:
+        raise unknown("durability", text, _DURABILITY)
+    return text
+
+
+class LmdbSlabStore:
+    """A durable, bounded Store in one directory, which one process has open at a time.
+
+    All methods may be called from several threads; after a fork only by the parent: the child
+    gets MisuseError.
+    """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "durability": Option(
+            _durability,
+            "batch",
+            "what survives a power loss: none, batch (all but about the last second), each",
+        ),
+    }
+    THREADS: ClassVar[int] = 4
+    ALIGNMENT: ClassVar[int] = PAGE
+
+    @classmethod
+    def open(cls, location: str, capacity: int | None, options: Mapping[str, object]) -> Self:
+        """Open the directory `location`, creating it if need be. See Store.open."""
+        if not location:
+            raise ConfigError("lmdb needs a directory; write lmdb:/var/lib/kvtier?capacity=200GiB")
+        if capacity is None:
+            raise ConfigError(f"lmdb:{location} needs a capacity; add ?capacity=200GiB, say")
+        durability = options.get("durability", cls.OPTIONS["durability"].default)
+        return cls(Path(location), capacity, durability=_durability(str(durability)))
+
+    def __init__(
+        self,
+        directory: Path,
+        capacity: int,
+        *,
+        durability: str = "batch",
+        io: FileIO | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        """Open a directory. capacity: bytes. io, clock: the seams. Blocks. Raises ConfigError."""
+        self._durability = durability
+        self._clock = clock
+        self._pid = os.getpid()
+        self._closed = False
+        self._log = Log(directory, clock)
+        synced = durability != "none"
+        io = io or FileIO()
+        self._directory = SlabDirectory(directory, io)
+        try:
+            found = recover(self._directory, capacity, synced=synced, io=io)
+        except OSError as error:
+            self._directory.release()
+            raise config_error(error, directory) from error
+        except Unavailable as error:
+            self._directory.release()
+            raise ConfigError(f"{directory}: {error}; choose another directory") from error
+        except BaseException:
+            self._directory.release()
+            raise
+        self._files = SegmentFiles(self._directory, io)
+        self._ledger = Ledger(found, self._files, self._log, clock, synced=synced)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Durable and bounded."""
+        return Capabilities(durable=True, bounded=True)
+
+    def footprint(self, stored_bytes: int) -> int:
+        """Return slot and index bytes of a payload. Segments add about 1 in 10,000."""
+        return stride_of(stored_bytes) + SLOT_CHARGE
+
+    # ------------------------------------------------------------------------------------ reading
+
+    def contains_many(self, ids: Sequence[RecordId]) -> list[Status]:
+        """Say for each record OK or ABSENT, from memory or the page cache."""
+        self._check_usable()
+        return [Status.ABSENT if entry is None else Status.OK for entry in self._ledger.find(ids)]
+
+    def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:
+        """Fill each buffer with a record, aligned ones without a copy. See Store.read_many."""
+        self._check_usable()
+        pinned = self._ledger.pin(ids)
+        try:
+            return [
+                self._read(name, *where, buffer) if where else Read(Status.ABSENT)
+                for name, where, buffer in zip(ids, pinned, into, strict=True)
+            ]
+        finally:
+            self._ledger.unpin(pinned)
+
+    def _read(self, name: RecordId, segment: Segment, entry: Entry, into: memoryview) -> Read:
+        try:
+            header = Header.unpack(entry.head)
+        except Corrupt:
+            return Read(Status.CORRUPT)
+        if header.id != name or stride_of(header.stored_bytes) != segment.stride:
+            return Read(Status.CORRUPT)
+        if len(into) < header.stored_bytes:
+            return Read(Status.FAILED)
+        try:
+            page = self._files.read(segment, entry.slot, header.stored_bytes, into)
+        except OSError as error:
+            self._log.warn("a read failed", error)
+            return Read(Status.FAILED)
+        if page[:HEADER_BYTES] != entry.head:
+            return Read(Status.CORRUPT)
+        return Read(Status.OK, header)
+
+    def scan(self) -> Iterator[Header]:
+        """Yield the header of each record, oldest write first.
+
+        The names are collected first, about 200 bytes of memory a record. No lock is held and
+        no transaction open between two steps; what comes or goes meanwhile may be there or not.
+        """
+        self._check_usable()
+        known: dict[RecordId, int] = {}
+        while page := self._ledger.page(next(reversed(known), b""), _SCAN_STEP):
+            known |= {name: entry.sequence for name, entry in page}
+        known |= {name: entry.sequence for name, entry in self._ledger.uncommitted().items()}
+        names = sorted(known, key=known.__getitem__)
+        for start in range(0, len(names), _SCAN_STEP):
+            self._check_usable()
+            step = names[start : start + _SCAN_STEP]
+            yield from _headers(step, self._ledger.find(step))
+
+    # ------------------------------------------------------------------------------------ writing
+
+    def write_many(self, records: Sequence[Write]) -> list[Status]:
+        """Write records in order; OK means durable with ``durability=each`` only."""
+        self._check_usable()
+        wrote = [self._write(record) for record in records]
+        self._settle([batch for _, batch in wrote])
+        return [Status.FAILED if batch and batch.failed else status for status, batch in wrote]
+
+    def _write(self, record: Write) -> tuple[Status, Batch | None]:
+        header, data = record
+        stride = stride_of(header.stored_bytes)
+        if len(data) < header.stored_bytes or not self._ledger.fits(stride):
+            return Status.FAILED, None
+        head = header.pack()
+        there, batch = self._ledger.batch_of(header.id, head)
+        if there:
+            return Status.OK, batch
+        try:
+            taken = self._ledger.slot(stride)
+            if taken is None:
+                return Status.FULL, None
+            return Status.OK, self._fill(*taken, header.id, head, data)
+        except (OSError, Unavailable) as error:
+            self._log.warn("a write failed", error)
+            full = isinstance(error, OSError) and error.errno in _NO_ROOM
+            return Status.FULL if full else Status.FAILED, None
+
+    def _fill(
+        self, segment: Segment, slot: int, name: RecordId, head: bytes, data: memoryview
+    ) -> Batch:
+        try:
+            self._files.write(segment, slot, head, data)
+            return self._ledger.publish(name, segment, slot, head)
+        except BaseException:
+            self._ledger.abandon(segment, slot)
+            raise
+
+    def delete_many(self, ids: Sequence[RecordId]) -> list[Status]:
+        """Remove records: OK, FAILED or ABSENT. Their slots are free after the next commit."""
+        self._check_usable()
+        was, batch = self._ledger.remove(ids)
+        self._settle([batch])
+        present = Status.FAILED if batch.failed else Status.OK
+        return [present if there else Status.ABSENT for there in was]
+
+    def _settle(self, batches: Sequence[Batch | None]) -> None:
+        """Commit what the mode wants committed before the call returns."""
+        if self._durability == "batch":
+            pending = self._ledger.pending
+            full = pending.bytes >= _BATCH_BYTES
+            if pending.operations and (full or self._clock() - pending.since >= _BATCH_SECONDS):
+                self._ledger.commit(pending)
+            return
+        for batch in batches:
+            if batch is not None and batch.operations:
+                self._ledger.commit(batch)
+
+    # ---------------------------------------------------------------------------------------- life
+
+    def close(self) -> None:
+        """Commit what is pending, and release the directory. Idempotent.
+
+        Waits for a commit under way. Another call under way ends with FAILED or Unavailable.
+        """
+        self._check_process()
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            whole = self._ledger.close()
+            if whole and self._durability == "none":
+                self._directory.unmark()
+        except OSError as error:
+            self._log.warn("closing did not reach the disk", error)
+        finally:
+            self._directory.release()
+
+    def _check_usable(self) -> None:
+        self._check_process()
+        if self._closed:
+            raise MisuseError(f"{self._directory.path} is closed")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise MisuseError(
+                f"{self._directory.path} was opened by process {self._pid} and is used in its "
+                f"fork {os.getpid()}; open stores after forking"
+            )
+
+
+def _headers(names: Sequence[RecordId], found: Sequence[Entry | None]) -> Iterator[Header]:
+    for name, entry in zip(names, found, strict=True):
+        if entry is None:
+            continue
+        try:
+            header = Header.unpack(entry.head)
+        except Corrupt:
+            continue
+        if header.id == name:
+            yield header

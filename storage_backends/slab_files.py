@@ -1,0 +1,148 @@
+"""The open files of a slab store: records in and out of slots."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.storage_backends.scratch import ScratchPool, copy, is_aligned
+from kvtier.storage_backends.slab import PAGE, FileIO, Segment, stride_of
+from kvtier.storage_backends.slab_directory import SlabDirectory
+
+__all__ = ["SegmentFiles"]
+
+_MAX_OPEN: Final = 256
+_SCRATCHES: Final = 8
+
+
+@dataclass(slots=True)
+class _Open:
+    descriptor: int
+    users: int = 0
+
+
+class SegmentFiles:
+    """Reads, writes, makes and removes segments. Thread-safe; no lock is held during I/O.
+
+    A store may have more segments than a process may have open files: the 256 last used are kept
+    open. All methods raise OSError.
+    """
+
+    def __init__(self, directory: SlabDirectory, io: FileIO) -> None:
+        self._directory = directory
+        self._io = io
+        self._guard = threading.Lock()
+        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._closed = False
+        self._scratch = ScratchPool(_SCRATCHES)
+
+    def write(self, segment: Segment, slot: int, head: bytes, data: memoryview) -> None:
+        """Write a record with one call: a page with its header, then the payload.
+
+        data: exactly the stored bytes, or more of them in an aligned buffer.
+        """
+        payload = segment.stride - PAGE
+        direct = len(data) >= payload and is_aligned(data)
+        with self._scratch.borrow(PAGE if direct else segment.stride) as scratch:
+            scratch[:PAGE] = head.ljust(PAGE, b"\0")
+            if direct:
+                buffers = [scratch[:PAGE], data[:payload]]
+            else:
+                buffers = [scratch]
+                taken = min(len(data), payload)
+                copy(scratch[PAGE : PAGE + taken], data[:taken])
+                scratch[PAGE + taken :] = bytes(payload - taken)
+            with self._use(segment) as descriptor:
+                count = self._io.pwrite(descriptor, buffers, segment.offset(slot))
+        if count != segment.stride:
+            raise OSError(errno.EIO, f"wrote {count} of {segment.stride} bytes")
+
+    def read(self, segment: Segment, slot: int, stored_bytes: int, into: memoryview) -> bytes:
+        """Fill `into` with a record's payload, and return what its header page begins with.
+
+        An aligned buffer is filled up to the end of its last page, another one exactly.
+        """
+        stride = stride_of(stored_bytes)
+        direct = len(into) >= stride - PAGE and is_aligned(into)
+        with self._scratch.borrow(PAGE if direct else stride) as scratch:
+            buffers = [scratch, into[: stride - PAGE]] if direct else [scratch]
+            with self._use(segment) as descriptor:
+                count = self._io.pread(descriptor, buffers, segment.offset(slot))
+            if count != stride:
+                raise OSError(errno.EIO, f"read {count} of {stride} bytes")
+            if not direct:
+                copy(into[:stored_bytes], scratch[PAGE : PAGE + stored_bytes])
+            return bytes(scratch[:PAGE])
+
+    def sync(self, segment: Segment) -> None:
+        """Bring what was written to a segment to the disk."""
+        with self._use(segment) as descriptor:
+            self._io.fdatasync(descriptor)
+
+    def create(self, segment: Segment) -> None:
+        """Make the file of a segment, every byte allocated; nothing remains of a failure."""
+        path = self._directory.path / segment.name
+        descriptor = self._io.open(path, self._directory.flags | os.O_CREAT | os.O_EXCL)
+        try:
+            self._io.fallocate(descriptor, segment.length)
+            self._directory.sync()
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            self._io.close(descriptor)
+
+    def remove(self, segment: Segment) -> None:
+        """Remove the file of an empty segment."""
+        with self._guard:
+            held = self._open.pop(segment.number, None)
+        if held is not None:
+            self._io.close(held.descriptor)
+        (self._directory.path / segment.name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Close all files: those in use when their last call ends."""
+        with self._guard:
+            self._closed = True
+            idle = self._surplus()
+        for descriptor in idle:
+            self._io.close(descriptor)
+
+    @contextlib.contextmanager
+    def _use(self, segment: Segment) -> Iterator[int]:
+        with self._guard:
+            if self._closed:
+                raise OSError(errno.EBADF, "the store is closed")
+            held = self._open.get(segment.number)
+            if held is None:
+                path = self._directory.path / segment.name
+                held = _Open(self._io.open(path, self._directory.flags))
+                self._open[segment.number] = held
+            held.users += 1
+            self._open.move_to_end(segment.number)
+            surplus = self._surplus()
+        for descriptor in surplus:
+            self._io.close(descriptor)
+        try:
+            yield held.descriptor
+        finally:
+            with self._guard:
+                held.users -= 1
+                surplus = self._surplus()
+            for descriptor in surplus:
+                self._io.close(descriptor)
+
+    def _surplus(self) -> list[int]:
+        """Forget, and return to be closed, the idle files that are too many."""
+        too_many = len(self._open) - (0 if self._closed else _MAX_OPEN)
+        if too_many <= 0:
+            return []
+        idle = [number for number, one in self._open.items() if not one.users]
+        surplus = idle[:too_many]
+        return [self._open.pop(number).descriptor for number in surplus]

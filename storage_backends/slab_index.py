@@ -1,0 +1,201 @@
+"""The index of a slab store: which slot holds which record. LMDB, without writemap.
+
+LMDB maps its file, and a mapping of a file that became shorter kills the process with SIGBUS. So
+the file is preallocated to the size of the map, its length is checked against its own meta pages
+before it is mapped and again before each transaction. A truncation between that check and the
+access still kills; no program that maps files can close this gap.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import lmdb
+
+from kvtier.errors import Corrupt, Unavailable
+from kvtier.identity.record import HEADER_BYTES, RECORD_ID_BYTES, RecordId
+
+__all__ = ["Entry", "Index", "check_length"]
+
+_WHERE: Final = struct.Struct("<QII")
+_VALUE_BYTES: Final = _WHERE.size + HEADER_BYTES
+_META_BYTES: Final = 152
+_META: Final = struct.Struct("<16xII16xI92xQQ")  # magic, version, page size, last page, txn
+_MAGIC: Final = 0xBEEFC0DE
+_LMDB_VERSION: Final = 1
+_MAX_OPERATIONS: Final = 1024
+
+
+class Entry(NamedTuple):
+    """Where a record lies and what its header is, as the 256 bytes that stand on the disk too.
+
+    sequence: grows with each write to the store; it gives the order of the records.
+    """
+
+    segment: int
+    slot: int
+    sequence: int
+    head: bytes
+
+
+def check_length(path: Path) -> None:
+    """Check that an LMDB file is as long as its meta pages say, without mapping it.
+
+    Blocks. An absent or empty file is fine: it becomes a new index. Raises Corrupt with one word
+    of reason, OSError if the file cannot be read.
+    """
+    if not path.exists() or path.stat().st_size == 0:
+        return
+    with path.open("rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        first = file.read(_META_BYTES)
+        if len(first) < _META_BYTES:
+            raise Corrupt("truncated")
+        magic, version, page_bytes, last, transaction = _META.unpack(first)
+        if magic != _MAGIC or version != _LMDB_VERSION or not 512 <= page_bytes <= 1 << 16:  # noqa: PLR2004  (LMDB's limits)
+            raise Corrupt("invalid")
+        file.seek(page_bytes)
+        second = file.read(_META_BYTES)
+    if len(second) < _META_BYTES:
+        raise Corrupt("truncated")
+    other_magic, _, other_bytes, other_last, other_transaction = _META.unpack(second)
+    if other_magic != _MAGIC or other_bytes != page_bytes:
+        raise Corrupt("invalid")
+    if other_transaction > transaction:
+        last = other_last
+    if length < (last + 1) * page_bytes:
+        raise Corrupt("truncated")
+
+
+class Index:
+    """An open index file.
+
+    The store calls `find`, `page` and `grow` under one lock, so that there is at most one reader
+    and it lives for microseconds; `commit` and `grow` exclude each other by another lock.
+    All methods block and raise Unavailable when LMDB, or the file's length, says no.
+    """
+
+    def __init__(self, path: Path, size: int, *, synced: bool) -> None:
+        """Open or create the file, `size` bytes long at least; synced: commits reach the disk."""
+        self._path = path
+        with _failing("cannot be opened"):
+            self._env = lmdb.Environment(
+                str(path),
+                map_size=size,
+                subdir=False,
+                sync=synced,
+                mode=0o600,
+                readahead=False,
+                max_readers=16,
+            )
+            self._env.reader_check()
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self.size = self._env.info()["map_size"]
+        try:
+            os.posix_fallocate(self._descriptor, 0, self.size)
+        except OSError:
+            self.close()
+            raise
+
+    def find(self, names: Sequence[RecordId]) -> list[Entry | None]:
+        """Return the entry of each record, None where there is none."""
+        self._check()
+        with _failing("cannot be read"), self._env.begin() as txn:
+            values = [txn.get(name) for name in names]
+        return [None if value is None else _unpack(value) for value in values]
+
+    def page(self, after: RecordId, limit: int) -> list[tuple[RecordId, Entry]]:
+        """Return up to `limit` entries that follow `after`, by name; b"" begins."""
+        self._check()
+        found: list[tuple[RecordId, Entry]] = []
+        with _failing("cannot be read"), self._env.begin() as txn, txn.cursor() as cursor:
+            more = cursor.set_range(after) if after else cursor.first()
+            if more and cursor.key() == after:
+                more = cursor.next()
+            while more and len(found) < limit:
+                found.append((bytes(cursor.key()), _unpack(cursor.value())))
+                more = cursor.next()
+        return found
+
+    def commit(self, operations: Mapping[RecordId, Entry | None]) -> None:
+        """Put each entry and remove each name whose entry is None, in order.
+
+        One transaction, unless the map is too full for it: then several smaller ones. After a
+        failure some of them may be in force.
+        """
+        todo = list(operations.items())
+        done, step = 0, _MAX_OPERATIONS
+        while done < len(todo):
+            self._check()
+            try:
+                with _failing("cannot be written"):
+                    self._transact(todo[done : done + step])
+            except lmdb.MapFullError as error:
+                if step == 1:
+                    raise Unavailable(f"index {self._path} is full") from error
+                step = max(1, min(step, len(todo) - done) // 2)
+            else:
+                done += step
+
+    def _transact(self, operations: Sequence[tuple[RecordId, Entry | None]]) -> None:
+        with self._env.begin(write=True) as txn:
+            for name, entry in operations:
+                if entry is None:
+                    txn.delete(name)
+                else:
+                    where = _WHERE.pack(entry.sequence, entry.segment, entry.slot)
+                    txn.put(name, where + entry.head)
+
+    def grow(self, size: int) -> None:
+        """Make the file and its map `size` bytes long. No transaction may be open."""
+        if size <= self.size:
+            return
+        os.posix_fallocate(self._descriptor, 0, size)
+        with _failing("cannot grow"):
+            self._env.set_mapsize(size)
+        self.size = size
+
+    def sync(self) -> None:
+        """Bring all commits to the disk."""
+        with _failing("cannot be synced"):
+            self._env.sync(True)  # noqa: FBT003  (the C function has no keywords)
+
+    def close(self) -> None:
+        """Close the file. Later calls raise Unavailable."""
+        self._env.close()
+        os.close(self._descriptor)
+        self._descriptor = -1
+
+    def _check(self) -> None:
+        if self._descriptor < 0:
+            raise Unavailable(f"index {self._path} is closed")
+        length = os.fstat(self._descriptor).st_size
+        if length < self.size:
+            raise Unavailable(f"index {self._path} was cut from {self.size} to {length} bytes")
+
+
+@contextlib.contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Turn LMDB's errors into Unavailable, except a full map, which has a remedy."""
+    try:
+        yield
+    except lmdb.MapFullError:
+        raise
+    except lmdb.Error as error:
+        raise Unavailable(f"the index {what}: {error}") from error
+
+
+def _unpack(value: bytes) -> Entry:
+    if len(value) != _VALUE_BYTES:
+        return Entry(0, 0, 0, b"")  # segment 0 never exists: the entry leads nowhere
+    sequence, segment, slot = _WHERE.unpack_from(value)
+    return Entry(segment, slot, sequence, value[_WHERE.size :])
+
+
+assert _META.size == _META_BYTES  # noqa: S101
+assert RECORD_ID_BYTES <= 511  # noqa: S101, PLR2004

@@ -1,0 +1,299 @@
+"""Who owns which slot: the index, what is to be committed to it, and the free slots.
+
+Publications and deletions are collected in a `Batch`, which readers look into before the index.
+To commit a batch is to sync the segments that it wrote, then the index, and then to free the
+slots that it made superfluous. Only so is an index entry gone, as durably as the mode says,
+before its slot is written again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from kvtier.clock import Clock
+from kvtier.errors import Unavailable
+from kvtier.identity.record import RecordId
+from kvtier.storage_backends.slab import Segment
+from kvtier.storage_backends.slab_files import SegmentFiles
+from kvtier.storage_backends.slab_index import Entry
+from kvtier.storage_backends.slab_recovery import Recovered
+
+__all__ = ["Batch", "Ledger", "Log"]
+
+_logger = logging.getLogger(__name__)
+_LOG_SECONDS: Final = 60.0
+
+
+class Log:
+    """Warnings about one directory, at most one a minute."""
+
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+        self._last = float("-inf")
+
+    def warn(self, what: str, error: Exception) -> None:
+        """Say what went wrong and why, unless something was said just now."""
+        now = self._clock()
+        if now - self._last >= _LOG_SECONDS:
+            self._last = now
+            _logger.warning("%s: %s: %s", self._path, what, error)
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """What is committed together.
+
+    since: when it began, in seconds. operations: by name, in order of writing, the entry to put,
+    or None to delete. releases: slots to free afterwards. bytes: of the slots written.
+    """
+
+    since: float = 0.0
+    operations: dict[RecordId, Entry | None] = field(default_factory=dict)
+    releases: list[tuple[Segment, int]] = field(default_factory=list)
+    dirty: dict[Segment, None] = field(default_factory=dict)
+    bytes: int = 0
+    settled: bool = False
+    failed: bool = False
+
+
+class Ledger:
+    """The records of an open store and its slots. Thread-safe.
+
+    `_lock` is held for microseconds and never during I/O on segments. `_committing` is taken
+    before `_lock` by whoever commits, or makes or removes segments. Methods raise Unavailable
+    when the index does not answer.
+    """
+
+    def __init__(
+        self, found: Recovered, files: SegmentFiles, log: Log, clock: Clock, *, synced: bool
+    ) -> None:
+        """Go on from what recovery found. synced: commits reach the disk."""
+        self._index = found.index
+        self._slabs = found.slabs
+        self._sequence = found.sequence
+        self._files = files
+        self._log = log
+        self._clock = clock
+        self._synced = synced
+        self._lock = threading.Lock()
+        self._committing = threading.Lock()
+        self._pending = Batch()
+        self._in_commit = Batch()
+
+    # ------------------------------------------------------------------------------------ reading
+
+    @property
+    def pending(self) -> Batch:
+        """The batch that collects now."""
+        return self._pending
+
+    def fits(self, stride: int) -> bool:
+        """Say whether a slot of this stride could ever be had."""
+        return self._slabs.fits(stride)
+
+    def find(self, names: Sequence[RecordId]) -> list[Entry | None]:
+        """Return the entries in force."""
+        with self._lock:
+            return self._find(names)
+
+    def pin(self, names: Sequence[RecordId]) -> list[tuple[Segment, Entry] | None]:
+        """Find records and keep their slots from being reused until they are unpinned."""
+        with self._lock:
+            pinned: list[tuple[Segment, Entry] | None] = []
+            for entry in self._find(names):
+                segment = self._slabs.segments.get(entry.segment) if entry else None
+                if entry is None or segment is None:
+                    pinned.append(None)
+                    continue
+                segment.pin(entry.slot)
+                pinned.append((segment, entry))
+        return pinned
+
+    def unpin(self, pinned: Sequence[tuple[Segment, Entry] | None]) -> None:
+        """End what `pin` began."""
+        with self._lock:
+            for segment, entry in filter(None, pinned):
+                segment.unpin(entry.slot)
+
+    def page(self, after: RecordId, limit: int) -> list[tuple[RecordId, Entry]]:
+        """Return the next `limit` committed entries by name, after `after`."""
+        with self._lock:
+            return self._index.page(after, limit)
+
+    def uncommitted(self) -> dict[RecordId, Entry]:
+        """Return the entries that no commit has brought into the index yet."""
+        with self._lock:
+            both = self._in_commit.operations | self._pending.operations
+        return {name: entry for name, entry in both.items() if entry}
+
+    def batch_of(self, name: RecordId, head: bytes) -> tuple[bool, Batch | None]:
+        """Say whether this very record is in force, and with which batch it will be committed."""
+        with self._lock:
+            (entry,) = self._find([name])
+            if entry is None or entry.head != head:
+                return False, None
+            for batch in (self._pending, self._in_commit):
+                if name in batch.operations:
+                    return True, batch
+            return True, None
+
+    def _find(self, names: Sequence[RecordId]) -> list[Entry | None]:
+        pending, in_commit = self._pending.operations, self._in_commit.operations
+        found = self._index.find(names)
+        if not pending and not in_commit:
+            return found
+        return [
+            pending[name] if name in pending else in_commit.get(name, entry)
+            for name, entry in zip(names, found, strict=True)
+        ]
+
+    # ------------------------------------------------------------------------------------ changes
+
+    def publish(self, name: RecordId, segment: Segment, slot: int, head: bytes) -> Batch:
+        """Make a record visible; its payload is written."""
+        with self._lock:
+            entry = Entry(segment.number, slot, self._sequence, head)
+            batch, _ = self._enter(name, entry)
+            self._sequence += 1
+            batch.dirty[segment] = None
+            batch.bytes += segment.stride
+            return batch
+
+    def remove(self, names: Sequence[RecordId]) -> tuple[list[bool], Batch]:
+        """Make records invisible; say which there were. Their slots wait for the commit."""
+        with self._lock:
+            was = [self._enter(name, None)[1] for name in names]
+            return was, self._pending
+
+    def _enter(self, name: RecordId, entry: Entry | None) -> tuple[Batch, bool]:
+        (old,) = self._find([name])
+        batch = self._pending
+        if entry is None and old is None:
+            return batch, False
+        if not batch.operations:
+            batch.since = self._clock()
+        batch.operations.pop(name, None)  # the order of operations is the order of writes
+        batch.operations[name] = entry
+        segment = self._slabs.segments.get(old.segment) if old else None
+        if old and segment:
+            batch.releases.append((segment, old.slot))
+        return batch, old is not None
+
+    def abandon(self, segment: Segment, slot: int) -> None:
+        """Give back a slot that was taken and not published."""
+        with self._lock:
+            segment.release(slot)
+
+    # ---------------------------------------------------------------------------------- committing
+
+    def commit(self, batch: Batch) -> None:
+        """Commit a batch, unless another thread did while this one waited for its turn."""
+        with self._committing:
+            if not batch.settled:
+                self._commit()
+
+    def _commit(self) -> None:
+        with self._lock:
+            batch = self._in_commit = self._pending
+            self._pending = Batch()
+            batch.failed = True
+        try:
+            if self._synced:
+                for segment in batch.dirty:
+                    self._files.sync(segment)
+            self._index.commit(batch.operations)
+            batch.failed = False
+        except (OSError, Unavailable) as error:
+            self._log.warn("a commit failed; the writes that it held are lost", error)
+        finally:
+            with self._lock:
+                self._in_commit = Batch()
+                if batch.failed:
+                    self._withdraw(batch)
+                else:
+                    for segment, slot in batch.releases:
+                        segment.release(slot)
+                batch.settled = True
+
+    def _withdraw(self, batch: Batch) -> None:
+        """Turn a batch that failed into deletions, to be committed with the next one.
+
+        It may be in force in part, so its slots and those it replaced must wait for that too.
+        """
+        pending = self._pending
+        for name, entry in batch.operations.items():
+            if name in pending.operations:
+                continue  # whoever entered that has released this entry's slot
+            pending.operations[name] = None
+            segment = self._slabs.segments.get(entry.segment) if entry else None
+            if entry and segment:
+                pending.releases.append((segment, entry.slot))
+        pending.releases += batch.releases
+        pending.since = self._clock()
+
+    # ---------------------------------------------------------------------------------------- room
+
+    def slot(self, stride: int) -> tuple[Segment, int] | None:
+        """Return a slot, removing no record; None if there is no room. Raises OSError."""
+        with self._lock:
+            taken = self._slabs.take(stride)
+        if taken is not None:
+            return taken
+        with self._committing:
+            taken = self._extend(stride)
+            if taken is None and self._pending.releases:
+                self._commit()
+                taken = self._extend(stride)
+            if taken is None:
+                self._reclaim(stride)
+                taken = self._extend(stride)
+        return taken
+
+    def _extend(self, stride: int) -> tuple[Segment, int] | None:
+        """Take a slot, of a new segment if the capacity allows one."""
+        with self._lock:
+            taken = self._slabs.take(stride)
+            segment = None if taken else self._slabs.plan(stride)
+            if segment is None:
+                return taken
+            self._index.grow(self._slabs.index_for(segment))
+        self._files.create(segment)
+        with self._lock:
+            self._slabs.add(segment)
+            return self._slabs.take(stride)
+
+    def _reclaim(self, stride: int) -> None:
+        """Remove empty segments until one of this stride can be made."""
+        with self._lock:
+            for segment in self._slabs.empty_segments():
+                if self._slabs.plan(stride) is not None:
+                    break
+                self._slabs.remove(segment)
+                self._files.remove(segment)
+
+    # ---------------------------------------------------------------------------------------- life
+
+    def close(self) -> bool:
+        """Commit what is pending, sync everything; say whether all of it reached the disk."""
+        with self._committing:
+            self._commit()
+            whole = not self._pending.operations
+            try:
+                if not self._synced:
+                    for segment in self._slabs.segments.values():
+                        self._files.sync(segment)
+                    self._index.sync()
+            except (OSError, Unavailable) as error:
+                self._log.warn("closing did not reach the disk", error)
+                whole = False
+            finally:
+                self._files.close()
+                with self._lock:
+                    self._index.close()
+        return whole

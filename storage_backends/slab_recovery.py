@@ -1,0 +1,170 @@
+"""Opening a slab store: what the last owner left is checked, and only what is whole is kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from kvtier.errors import ConfigError, Corrupt, Unavailable
+from kvtier.identity.record import RecordId
+from kvtier.storage_backends.slab import INDEX_FLOOR, PAGE, FileIO, Segment, Slabs
+from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, boot_id
+from kvtier.storage_backends.slab_index import Entry, Index, check_length
+from kvtier.units import format_bytes
+
+__all__ = ["Recovered", "recover"]
+
+_logger = logging.getLogger(__name__)
+_PAGE_OF_ENTRIES = 4096
+_KEEP_SHARE = 16  # an unreadable index is kept if it takes at most this part of the capacity
+
+
+@dataclass(frozen=True, slots=True)
+class Recovered:
+    """What a store starts with. sequence: greater than that of any entry."""
+
+    index: Index
+    slabs: Slabs
+    sequence: int
+
+
+def recover(directory: SlabDirectory, capacity: int, *, synced: bool, io: FileIO) -> Recovered:
+    """Open the index, rebuild the account of slots from it, and bring it within `capacity`.
+
+    An index that is unreadable, or that was not synced before the machine went down, is put
+    aside, and the store starts empty. Entries whose slot is not wholly there are dropped.
+    Blocks, about 2 s for a million records. Raises ConfigError, OSError, Unavailable.
+    """
+    least = FIXED_BYTES + INDEX_FLOOR + 64 * PAGE
+    if capacity < least:
+        raise ConfigError(
+            f"capacity {format_bytes(capacity)} is too small for {directory.path}; "
+            f"its index alone takes {format_bytes(INDEX_FLOOR)}: give at least "
+            f"{format_bytes(least)}"
+        )
+    _discard_what_cannot_be_used(directory, capacity)
+    index = None
+    try:
+        index, entries = _load(directory, capacity, synced=synced)
+        slabs, sequence = _account(directory, capacity, index, entries)
+        _settle_sync(directory, index, slabs, io, synced=synced)
+    except BaseException:
+        if index is not None:
+            index.close()
+        raise
+    return Recovered(index, slabs, sequence)
+
+
+def _discard_what_cannot_be_used(directory: SlabDirectory, capacity: int) -> None:
+    since = directory.unsynced_since()
+    if not directory.index.exists() or directory.index.stat().st_size == 0:
+        directory.discard()
+    elif since is not None and (since != boot_id() or not since):
+        _logger.warning(
+            "%s was written with durability=none before the machine restarted; starting empty",
+            directory.path,
+        )
+        directory.discard()
+    elif directory.index.stat().st_size > capacity // 2:
+        _logger.warning(
+            "the index of %s was made for a capacity far above %s; starting empty",
+            directory.path,
+            format_bytes(capacity),
+        )
+        directory.discard()
+
+
+def _load(
+    directory: SlabDirectory, capacity: int, *, synced: bool
+) -> tuple[Index, list[tuple[RecordId, Entry]]]:
+    try:
+        check_length(directory.index)
+        return _read(directory, synced=synced)
+    except (Corrupt, Unavailable) as error:
+        reason = str(error) if isinstance(error, Corrupt) else "unreadable"
+        _logger.warning(
+            "the index of %s cannot be used (%s); starting empty", directory.path, error
+        )
+        directory.discard(reason, capacity // _KEEP_SHARE)
+    return _read(directory, synced=synced)
+
+
+def _read(directory: SlabDirectory, *, synced: bool) -> tuple[Index, list[tuple[RecordId, Entry]]]:
+    size = directory.index.stat().st_size if directory.index.exists() else 0
+    index = Index(directory.index, max(size, INDEX_FLOOR), synced=synced)
+    try:
+        entries: list[tuple[RecordId, Entry]] = []
+        while more := index.page(entries[-1][0] if entries else b"", _PAGE_OF_ENTRIES):
+            entries += more
+    except BaseException:
+        index.close()
+        raise
+    return index, entries
+
+
+def _account(
+    directory: SlabDirectory,
+    capacity: int,
+    index: Index,
+    entries: list[tuple[RecordId, Entry]],
+) -> tuple[Slabs, int]:
+    slabs = Slabs(capacity, FIXED_BYTES + directory.set_aside_bytes())
+    slabs.index_bytes = index.size
+    segments = {segment.number: segment for segment in directory.segments()}
+    used: dict[int, set[int]] = defaultdict(set)
+    dropped: dict[RecordId, Entry | None] = {}
+    for name, entry in entries:
+        segment = segments.get(entry.segment)
+        whole = segment is not None and entry.slot < segment.slots
+        if not whole or entry.slot in used[entry.segment]:
+            dropped[name] = None
+        else:
+            used[entry.segment].add(entry.slot)
+    surplus = _over(slabs, list(segments.values()), used)
+    dropped |= {name: None for name, entry in entries if entry.segment in surplus}
+    if dropped:
+        _logger.warning("%s: %d of %d records lost", directory.path, len(dropped), len(entries))
+        index.commit(dropped)
+    for number, segment in segments.items():
+        slabs.next_number = max(slabs.next_number, number + 1)
+        if number in surplus:
+            (directory.path / segment.name).unlink()
+            continue
+        os.truncate(directory.path / segment.name, segment.length)  # a tail was no whole slot
+        segment.occupy(used[number])
+        slabs.add(segment)
+    index.grow(slabs.index_bytes)
+    return slabs, max((entry.sequence for _, entry in entries), default=0) + 1
+
+
+def _over(slabs: Slabs, segments: Collection[Segment], used: dict[int, set[int]]) -> set[int]:
+    """Return the segments that have to go: cut to nothing, or above the capacity.
+
+    Empty ones go first, then the oldest.
+    """
+    over = {segment.number for segment in segments if segment.slots == 0}
+    kept = [segment for segment in segments if segment.slots]
+    kept.sort(key=lambda segment: (bool(used[segment.number]), segment.number))
+    while kept and slabs.charge_of(kept) > slabs.capacity:
+        over.add(kept.pop(0).number)
+    return over
+
+
+def _settle_sync(
+    directory: SlabDirectory, index: Index, slabs: Slabs, io: FileIO, *, synced: bool
+) -> None:
+    """Leave the directory's word on what is synced in agreement with how it will be used."""
+    if not synced:
+        directory.mark()
+    elif directory.unsynced_since() is not None:
+        for segment in slabs.segments.values():
+            descriptor = io.open(directory.path / segment.name, directory.flags)
+            try:
+                io.fdatasync(descriptor)
+            finally:
+                io.close(descriptor)
+        index.sync()
+        directory.unmark()
