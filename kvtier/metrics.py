@@ -42,10 +42,16 @@ _ROWS: Final = (
     _counter("evicted_parts", "parts", "Parts that left a tier to make room", "tier"),
     _counter("fetched_bytes", "bytes", "Bytes read upward from a tier", "tier"),
     _counter("spilled_bytes", "bytes", "Bytes written down to a tier", "tier"),
-    _counter("dropped_spills", "parts", "Parts that were not written to a tier, and why",
-             "tier", "reason"),
-    _counter("corrupt_records", "records", "Records that failed a checksum or named another part",
-             "tier"),
+    _counter(
+        "dropped_spills",
+        "parts",
+        "Parts that were not written to a tier, and why",
+        "tier",
+        "reason",
+    ),
+    _counter(
+        "corrupt_records", "records", "Records that failed a checksum or named another part", "tier"
+    ),
     _counter("tier_errors", "calls", "Records or calls that a tier failed", "tier"),
     _counter("expired_leases", "leases", "Leases that ended by their deadline"),
     _gauge("tier_capacity_bytes", "bytes", "Budget of a tier", "tier"),

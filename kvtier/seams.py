@@ -12,12 +12,12 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol, TypeVar
 
 from kvtier.errors import MisuseError
 
-__all__ = ["Flow", "IoPool", "ThreadFlow"]
+__all__ = ["CancelledError", "Flow", "Future", "IoPool", "ThreadFlow"]
 
 T = TypeVar("T")
 A = TypeVar("A")

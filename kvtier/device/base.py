@@ -62,7 +62,7 @@ class Device(Protocol):
         """Return the device's stream for loads, or for stores."""
         ...
 
-    def pages(self, tensor: Any, planes: int) -> NDArray[np.uint8]:  # noqa: ANN401 (torch or numpy)
+    def pages(self, tensor: Any, planes: int) -> NDArray[np.uint8]:
         """View a KV tensor as bytes [planes, blocks, bytes of a block].
 
         tensor: torch or numpy; its leading dimensions make up `planes`, the next is the block.

@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -128,13 +129,13 @@ class CpuDevice:
         """See Device."""
         return self._streams[role]
 
-    def pages(self, tensor: Any, planes: int) -> NDArray[np.uint8]:  # noqa: ANN401 (torch or numpy)
+    def pages(self, tensor: Any, planes: int) -> NDArray[np.uint8]:
         """See Device."""
         array = tensor
         if not isinstance(tensor, np.ndarray):
             if getattr(tensor, "device", None) is None or tensor.device.type != "cpu":
                 raise ConfigError("the CPU device needs KV tensors of torch (CPU) or numpy")
-            import torch  # noqa: PLC0415  (there already: the tensor is one)
+            import torch
 
             if not tensor.is_contiguous():
                 raise ConfigError("a KV tensor must be contiguous")
@@ -150,7 +151,8 @@ class CpuDevice:
                 f"a KV tensor of shape {tuple(tensor.shape)} does not begin with {planes} planes "
                 "(layers x K and V) followed by blocks"
             )
-        return array.reshape(planes, array.shape[at], -1).view(np.uint8)
+        flat: NDArray[np.uint8] = array.reshape(planes, array.shape[at], -1).view(np.uint8)
+        return flat
 
     def host_fence(self) -> CpuFence:
         """See Device. The CPU engine computes on the calling thread, so it is done."""
@@ -162,7 +164,7 @@ class CpuDevice:
         """See Device."""
         queued = self._after(stream, after)
         for copy in copies:
-            queued.enqueue(lambda copy=copy: _copy(copy, slice(None), into_slot=True))
+            queued.enqueue(partial(_copy, copy, slice(None), into_slot=True))
         return queued.record()
 
     def scatter(
@@ -175,7 +177,7 @@ class CpuDevice:
         for index in range(groups):
             part = slice(planes * index // groups, planes * (index + 1) // groups)
             for copy in copies:
-                queued.enqueue(lambda copy=copy, part=part: _copy(copy, part, into_slot=False))
+                queued.enqueue(partial(_copy, copy, part, into_slot=False))
             fences.append(queued.record())
         return fences
 

@@ -64,7 +64,7 @@ def chunk_keys(
     """
     keys = list(known)
     parent = keys[-1] if keys else root
-    data = memoryview(tokens.astype("<i4", copy=False)).cast("B")
+    data = memoryview(tokens.astype("<i4", copy=False).data).cast("B")
     width = chunk_tokens * 4
     for index in range(len(keys), len(tokens) // chunk_tokens):
         digest = hashlib.sha256(parent)
@@ -83,6 +83,4 @@ def _extra(spans: Sequence[Span], start: int, count: int) -> bytes:
         for span in spans
         if span.start < start + count and span.stop > start
     )
-    return b"".join(
-        _SPAN.pack(first, last, len(digest)) + digest for first, last, digest in inside
-    )
+    return b"".join(_SPAN.pack(first, last, len(digest)) + digest for first, last, digest in inside)

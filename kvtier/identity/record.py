@@ -11,7 +11,7 @@ Layout, little-endian, 256 bytes::
     12   u32  depth of the chunk in its prefix, 0 for the first
     16   32s  namespace digest
     48   32s  chunk key
-    80   32s  parent key (the root key for depth 0)
+    80   32s  parent key (zeros for depth 0: the root is a secret)
     112  u16  component, u16 shard, u16 shards, u16 zero
     120  u64  raw bytes
     128  u64  stored bytes

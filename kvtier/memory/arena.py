@@ -103,8 +103,7 @@ class Arena:
         self._view = memoryview(self._map)
         step = max(1, _EXTENT_BYTES // largest) * largest
         self._extents = [
-            _Extent(first, min(step, self.nbytes - first))
-            for first in range(0, self.nbytes, step)
+            _Extent(first, min(step, self.nbytes - first)) for first in range(0, self.nbytes, step)
         ]
         self._step = step
         self._open: dict[int, list[_Extent]] = {}
@@ -191,9 +190,7 @@ class Arena:
 
 def available_bytes() -> int:
     """Return the memory that a new arena may take: of the host, and of this cgroup."""
-    fields = dict(
-        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines()
-    )
+    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
     cgroup = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):  # no limit, or no cgroup v2

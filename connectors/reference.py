@@ -1,0 +1,234 @@
+"""The connector of kvtier's own engine, and a model for any in-process engine.
+
+Scheduler and worker are one process here, so plans are executed where they are made.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.cache import Cache, Match
+from kvtier.catalog.lease import Lease
+from kvtier.connectors import base
+from kvtier.connectors.base import MISS, PENDING, Loaded, Update
+from kvtier.copyplan import CopyPlan
+from kvtier.device.base import Device
+from kvtier.errors import ConfigError, MisuseError
+from kvtier.identity.namespace import Request
+from kvtier.prefix import Prefix
+from kvtier.transfer import CopyStatus, CopyTransfer, FetchTransfer
+
+__all__ = ["ReferenceConnector"]
+
+_FETCH_SECONDS: Final = 5.0
+_LEASE_SECONDS: Final = 30.0
+_CLOSE_SECONDS: Final = 10.0
+
+
+@dataclass(slots=True)
+class _State:
+    """What is known of one request between calls."""
+
+    prefix: Prefix | None = None
+    match: Match | None = None
+    computed: int = 0
+    fetch: FetchTransfer | None = None
+    lease: Lease | None = None
+    tokens: int = 0
+    saved_chunks: int = 0
+
+
+@dataclass(slots=True)
+class _Copying:
+    """One plan in flight."""
+
+    request_id: str
+    plan: CopyPlan
+    transfer: CopyTransfer
+    lease: Lease | None = None  # of a load
+    match: Match | None = None
+    start: int = 0  # the first token that a load copies
+    ended: bool = False  # its request has ended: report the blocks, not the load
+
+
+class ReferenceConnector:
+    """See ``Connector``. tensors: the engine's KV, one tensor for each component."""
+
+    def __init__(self, cache: Cache, tensors: Any, device: Device) -> None:
+        self._cache = cache
+        self._device = device
+        self._pages = cache.bind(tensors, device)
+        self._chunk = cache.geometry.chunk_tokens
+        self._block = cache.geometry.block_tokens[0]
+        self._states: dict[str, _State] = {}
+        self._copying: deque[_Copying] = deque()
+        self._late: dict[str, None] = {}
+        self._wake = threading.Event()
+
+    def match(
+        self,
+        request_id: str,
+        tokens: NDArray[np.int32],
+        computed: int,
+        identity: object | None = None,
+    ) -> base.Match:
+        """See Connector. Waits for slower tiers in the background, at most five seconds."""
+        state = self._states.setdefault(request_id, _State())
+        state.computed = computed
+        first = computed // self._chunk
+        if state.fetch is not None:
+            if not state.fetch.poll():
+                return PENDING
+            state.lease, state.fetch = state.fetch.result(0), None
+            if state.lease is None:
+                return MISS
+        if state.lease is not None:
+            if state.lease.first <= first:
+                return self._offer(state)
+            state.lease.release()  # blocks left HBM meanwhile: what it begins with is missing
+            state.lease = None
+        state.prefix = self._cache.prefix(tokens, _request(identity), state.prefix)
+        state.match = match = self._cache.match(state.prefix)
+        if match.tokens <= computed and not match.unknown:
+            return MISS
+        if not match.unknown and all(tier == "dram" for tier in match.tiers[first:]):
+            state.lease = self._cache.lease(match, deadline=_LEASE_SECONDS, first=first)
+            if state.lease is not None:
+                return self._offer(state)
+        state.fetch = self._cache.fetch(
+            match, timeout=_FETCH_SECONDS, deadline=_LEASE_SECONDS, first=first
+        )
+        state.fetch.on_settled(self._wake.set)
+        return PENDING
+
+    def load(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """See Connector."""
+        state = self._states[request_id]
+        lease, state.lease = state.lease, None
+        if lease is None or state.match is None:
+            raise MisuseError(f"request {request_id!r} was offered nothing to load")
+        count = state.tokens // self._block
+        with lease:  # the plan holds the slots from here on
+            plan = self._cache.plan_load(lease, block_ids[:count], start=state.computed)
+        if plan is None:
+            self._late[request_id] = None  # too late: reported as a load of nothing
+            return
+        transfer = self._pages.execute(plan, after=(self._device.host_fence(),))
+        copying = _Copying(request_id, plan, transfer, lease, state.match, state.computed)
+        self._copying.append(copying)
+
+    def poll(self) -> Update:
+        """See Connector."""
+        self._wake.clear()
+        loaded = [Loaded(request_id, 0) for request_id in self._late]
+        self._late.clear()
+        busy: deque[_Copying] = deque()
+        freed: dict[str, None] = {}
+        for copying in self._copying:
+            if not copying.transfer.poll():
+                busy.append(copying)
+                continue
+            result = copying.transfer.result(0)
+            self._cache.settle(copying.plan, result)
+            if copying.ended:
+                freed[copying.request_id] = None
+            elif copying.lease is not None:
+                loaded.append(self._loaded(copying, copying.lease, result.tokens))
+        self._copying = busy
+        for copying in busy:
+            if copying.ended:
+                freed.pop(copying.request_id, None)
+        return Update(tuple(loaded), tuple(freed))
+
+    def wait(self, seconds: float) -> None:
+        """See Connector."""
+        if self._copying:
+            self._copying[0].transfer.result(seconds)
+        else:
+            self._wake.wait(seconds)
+
+    def save(
+        self,
+        request_id: str,
+        tokens: NDArray[np.int32],
+        block_ids: Sequence[int],
+        identity: object | None = None,
+    ) -> None:
+        """See Connector."""
+        chunks = len(tokens) // self._chunk
+        state = self._states.setdefault(request_id, _State())
+        if chunks <= state.saved_chunks:
+            return
+        if state.prefix is None or len(state.prefix.parts) < chunks:
+            known = state.prefix
+            state.prefix = self._cache.prefix(tokens, _request(identity), known)
+        computed = Prefix(
+            tokens, state.prefix.keys[:chunks], state.prefix.parts[:chunks], state.prefix.request
+        )
+        plan = self._cache.plan_save(computed, block_ids, first=state.saved_chunks)
+        state.saved_chunks = chunks
+        if plan is not None:
+            transfer = self._pages.execute(plan, after=(self._device.host_fence(),))
+            self._copying.append(_Copying(request_id, plan, transfer))
+
+    def finish(self, request_id: str) -> bool:
+        """See Connector."""
+        state = self._states.pop(request_id, None)
+        if state is not None:
+            if state.fetch is not None:
+                state.fetch.abandon()
+            if state.lease is not None:
+                state.lease.release()
+        self._late.pop(request_id, None)
+        mine = [copying for copying in self._copying if copying.request_id == request_id]
+        for copying in mine:
+            copying.ended = True
+        return bool(mine)
+
+    def close(self) -> None:
+        """See Connector. Waits ten seconds for each copy in flight."""
+        for request_id in list(self._states):
+            self.finish(request_id)
+        while self._copying:
+            copying = self._copying.popleft()
+            result = copying.transfer.result(_CLOSE_SECONDS)
+            if result.status is not CopyStatus.TIMEOUT:
+                self._cache.settle(copying.plan, result)
+
+    def _offer(self, state: _State) -> base.Match:
+        """Say how many tokens the lease gives beyond the computed ones."""
+        if state.lease is None or state.prefix is None:
+            return MISS
+        limit = (len(state.prefix.tokens) - 1) // self._block * self._block
+        stop = min((state.lease.first + state.lease.chunks) * self._chunk, limit)
+        state.tokens = max(stop - state.computed, 0)
+        if not state.tokens:
+            state.lease.release()
+            state.lease = None
+        return base.Match(state.tokens)
+
+    def _loaded(self, copying: _Copying, lease: Lease, tokens: int) -> Loaded:
+        """Say what of a load is valid, and count it by tier."""
+        tiers: dict[str, int] = {}
+        at = copying.start
+        for index, source in enumerate(lease.sources):
+            end = min((lease.first + index + 1) * self._chunk, copying.start + tokens)
+            if end > at:
+                tiers[source] = tiers.get(source, 0) + end - at
+                at = end
+        if copying.match is not None:
+            self._cache.loaded(copying.match, tiers, lease.first)
+        return Loaded(copying.request_id, tokens, tiers)
+
+
+def _request(identity: object | None) -> Request | None:
+    if identity is not None and not isinstance(identity, Request):
+        raise ConfigError(f"identity must be a kvtier.Request, not {type(identity).__name__}")
+    return identity

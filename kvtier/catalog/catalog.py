@@ -1,0 +1,378 @@
+"""The Catalog: which part is where, who holds it, and what leaves to make room.
+
+All calls touch memory only, under one lock, for microseconds; they may come from any thread.
+What waits (reading, writing, hashing) is done by fetch and spill, which call back here to
+publish. Nothing is visible before its bytes are whole, and nothing held is ever given away.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from kvtier.catalog.index import DRAM, NO_ROW
+from kvtier.catalog.lease import Lease, LeaseState
+from kvtier.catalog.shelf import Room, Shelf
+from kvtier.clock import Clock
+from kvtier.errors import MisuseError
+from kvtier.identity.record import RecordId
+from kvtier.memory.arena import Arena, Slot
+from kvtier.metrics import Metrics
+
+__all__ = ["Catalog", "Part", "Shelf", "Victim"]
+
+
+class Part(NamedTuple):
+    """One part that a caller wants reserved: its name, its parent's, and its raw bytes."""
+
+    name: RecordId
+    parent: RecordId | None
+    depth: int
+    nbytes: int
+
+
+class Victim(NamedTuple):
+    """A part that has left a slower tier's index and must be deleted from its Store."""
+
+    row: int
+    name: RecordId
+
+
+class Catalog:
+    """Index, arena and leases behind one lock."""
+
+    def __init__(
+        self, arena: Arena, shelves: Sequence[Shelf], clock: Clock, metrics: Metrics
+    ) -> None:
+        self._room = Room(arena, shelves, metrics)
+        self._index = self._room.index
+        self._shelves = self._room.shelves
+        self._clock = clock
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._leases: list[Lease] = []
+
+    # ---- match
+
+    def match(self, names: Sequence[Sequence[RecordId]]) -> list[int]:
+        """Return, for each chunk from the first, the fastest tier that has all its parts.
+
+        names: for each chunk the names of its parts. Ends at the first chunk of which a part is
+        in no tier. Touches what it found, deepest first, so that heads outlive tails.
+        """
+        with self._lock:
+            index, found, rows = self._index, [], []
+            find, present = index.rows.get, index.present
+            for parts in names:
+                slowest = DRAM
+                for name in parts:
+                    row = find(name)
+                    if row is None or not present[row]:
+                        slowest = NO_ROW
+                        break
+                    bits = present[row]
+                    slowest = max(slowest, (bits & -bits).bit_length() - 1)
+                    rows.append(row)
+                if slowest == NO_ROW:
+                    break
+                found.append(slowest)
+            self._room.touch(rows)
+            return found
+
+    def absent(self, parts: Sequence[Part]) -> int:
+        """Return how many of the parts, from the first, exist or are being written."""
+        with self._lock:
+            index = self._index
+            for count, part in enumerate(parts):
+                if not self._room.known(index.find(part.name)):
+                    return count
+            return len(parts)
+
+    # ---- leases
+
+    def lease(
+        self, first: int, names: Sequence[Sequence[RecordId]], seconds: float
+    ) -> Lease | None:
+        """Hold the slots of chunks that are all in DRAM; None when one is not (any more)."""
+        with self._lock:
+            rows = tuple(tuple(self._index.find(name) for name in parts) for parts in names)
+            if not all(self._room.in_dram(row) for parts in rows for row in parts):
+                return None
+            for parts in rows:
+                for row in parts:
+                    self._index.hold(row, 1)
+            sources = (self._shelves[DRAM].name,) * len(rows)
+            return self._new_lease(first, rows, sources, seconds)
+
+    def adopt(
+        self, first: int, rows: Sequence[tuple[int, ...]], sources: Sequence[str], seconds: float
+    ) -> Lease:
+        """Turn holds that a fetch took on chunks now in DRAM into a lease."""
+        with self._lock:
+            return self._new_lease(first, tuple(rows), tuple(sources), seconds)
+
+    def issue(self, lease: Lease) -> bool:
+        """Note that a CopyPlan of the lease goes out; False when its deadline has passed."""
+        with self._lock:
+            self._expire()
+            if lease.state is not LeaseState.HELD:
+                return False
+            lease.plans += 1
+            return True
+
+    def settle(self, lease: Lease) -> None:
+        """Note that a plan's copies have ended everywhere; may free what the lease held."""
+        with self._lock:
+            if lease.plans < 1:
+                raise MisuseError("a plan settled that was not issued")
+            lease.plans -= 1
+            if not lease.plans and lease.state is not LeaseState.HELD:
+                self._drop_holds(lease)
+
+    def expire(self) -> int:
+        """End leases whose deadline has passed; return how many are left."""
+        with self._lock:
+            self._expire()
+            return len(self._leases)
+
+    # ---- reserve, commit, abort
+
+    def reserve(self, parts: Sequence[Part], keep: Iterable[RecordId] = ()) -> list[Slot]:
+        """Hand out slots for parts that exist nowhere yet, in order, evicting leaves.
+
+        Stops at the first part that exists, is being written, whose parent is not, or for which
+        nothing can be evicted. keep: names that must not be evicted for it, its ancestors.
+        """
+        with self._lock:
+            self._expire()
+            kept = self._room.hold_names(keep)
+            slots: list[Slot] = []
+            rows: list[int] = []
+            for part in parts:
+                if self._room.known(self._index.find(part.name)):
+                    break
+                if part.parent is not None and not self._room.known(self._index.find(part.parent)):
+                    break
+                slot = self._room.slot_for(part.nbytes)
+                if slot is None:
+                    break
+                row = self._index.ensure(part.name, part.parent, part.depth, part.nbytes)
+                self._index.set_slot(row, slot)
+                self._index.hold(row, 1)
+                rows.append(row)
+                slots.append(slot)
+            self._room.unhold(kept)
+            return slots
+
+    def commit(self, name: RecordId, slot: Slot, raw_sum: bytes) -> bool:
+        """Publish a reserved part whose bytes are whole.
+
+        False, and the slot is taken back, when its parent is gone: it would be a headless tail.
+        """
+        with self._lock:
+            row = self._room.reserved(name, slot)
+            above = self._index.parent[row]
+            if above != NO_ROW and not self._index.present[above]:
+                self._room.abort(row)
+                return False
+            self._room.publish(row, raw_sum)
+            return True
+
+    def abort(self, name: RecordId, slot: Slot) -> None:
+        """Take back a reserved slot whose bytes never became whole."""
+        with self._lock:
+            self._room.abort(self._room.reserved(name, slot))
+
+    # ---- fetch: holds and slots for parts that lie in slower tiers
+
+    def hold_for_fetch(
+        self, names: Sequence[Sequence[RecordId]]
+    ) -> tuple[list[tuple[int, ...]], list[int]]:
+        """Hold the rows of chunks that are to come up to DRAM, and reserve slots for the absent.
+
+        Returns the rows of each chunk, as far as all of it could be held, and those rows that
+        were given a fresh slot here: the caller reads them, then calls ``fetched``. A row that
+        another fetch is reading is held and not returned as fresh.
+        """
+        with self._lock:
+            self._expire()
+            index, chunks, fresh = self._index, [], []
+            for parts in names:
+                taken: list[int] = []
+                for name in parts:
+                    row = index.find(name)
+                    if row == NO_ROW or not index.present[row]:
+                        break
+                    index.hold(row, 1)
+                    taken.append(row)
+                    if not index.serial[row]:
+                        slot = self._room.slot_for(index.raw_bytes[row])
+                        if slot is None:
+                            break
+                        index.set_slot(row, slot)
+                        index.hold(row, 1)
+                        fresh.append(row)
+                else:
+                    chunks.append(tuple(taken))
+                    continue
+                self._room.unhold(taken)
+                break
+            return chunks, fresh
+
+    def fetched(self, row: int, raw_sum: bytes | None) -> None:
+        """End the reading of a fresh row: publish it in DRAM, or with None take its slot back."""
+        with self._lock:
+            if raw_sum is None:
+                self._room.abort(row)
+            else:
+                self._room.publish(row, raw_sum)
+
+    def resident(self, chunks: Sequence[tuple[int, ...]]) -> int:
+        """Return how many chunks, from the first, are wholly in DRAM."""
+        with self._lock:
+            for count, rows in enumerate(chunks):
+                if not all(self._room.in_dram(row) for row in rows):
+                    return count
+            return len(chunks)
+
+    def release_rows(self, rows: Iterable[int]) -> None:
+        """Give back holds."""
+        with self._lock:
+            self._room.unhold(rows)
+
+    # ---- slower tiers
+
+    def hold_for_spill(self, name: RecordId, tier: int) -> int:
+        """Hold a part in DRAM that a tier lacks, for writing it; NO_ROW when there is none."""
+        with self._lock:
+            row = self._index.find(name)
+            if not self._room.in_dram(row) or self._index.present[row] & 1 << tier:
+                return NO_ROW
+            self._index.hold(row, 1)
+            return row
+
+    def describe(self, row: int) -> tuple[RecordId, RecordId | None, int, Slot, int, bytes]:
+        """Return a held row's name, parent's name, depth, slot, raw bytes and raw checksum."""
+        with self._lock:
+            index = self._index
+            above = index.parent[row]
+            parent = index.names[above] if above != NO_ROW else None
+            return (
+                index.names[row],
+                parent,
+                index.depth[row],
+                index.slot(row),
+                index.raw_bytes[row],
+                index.sums[row],
+            )
+
+    def tiers_of(self, row: int) -> list[int]:
+        """Return the slower tiers that have the part, fastest first."""
+        with self._lock:
+            bits = self._index.present[row]
+            return [t for t in range(1, len(self._shelves)) if bits & 1 << t]
+
+    def stored(self, part: Part, tier: int, charged: int) -> None:
+        """Note that a tier has a part: written there, found on reopening, or seen by a probe."""
+        with self._lock:
+            row = self._index.ensure(part.name, part.parent, part.depth, part.nbytes)
+            if self._index.present[row] & 1 << tier:
+                return
+            self._index.add(row, tier, charged)
+            shelf = self._shelves[tier]
+            shelf.policy.insert(row)
+            shelf.used += charged
+
+    def lost(self, row: int, tier: int) -> None:
+        """Note that a tier does not have a part after all, or has it spoilt."""
+        with self._lock:
+            self._room.leave(row, tier)
+
+    def evict(self, tier: int, nbytes: int, *, at_least: int = 0) -> list[Victim]:
+        """Take leaves out of a slower tier until `nbytes` more fit its budget.
+
+        at_least: parts that must leave even if the budget has room. The caller deletes them from
+        the Store; they can no longer be matched there.
+        """
+        with self._lock:
+            shelf = self._shelves[tier]
+            victims: list[Victim] = []
+            while len(victims) < at_least or (
+                shelf.capacity is not None and shelf.used + nbytes > shelf.capacity
+            ):
+                row = self._room.victim(tier)
+                if row == NO_ROW:
+                    break
+                victims.append(Victim(row, self._index.names[row]))
+                self._room.leave(row, tier)
+                self._metrics.add("evicted_parts", tier=shelf.name)
+            return victims
+
+    def clear(self, tier: int) -> list[Victim]:
+        """Take everything that nobody holds out of a tier, deepest first."""
+        with self._lock:
+            victims: list[Victim] = []
+            while (row := self._room.victim(tier)) != NO_ROW:
+                victims.append(Victim(row, self._index.names[row]))
+                self._room.leave(row, tier)
+            return victims
+
+    # ---- figures
+
+    def figures(self) -> None:
+        """Set the gauges."""
+        with self._lock:
+            index, metrics = self._index, self._metrics
+            for shelf in self._shelves:
+                metrics.set("tier_used_bytes", shelf.used, tier=shelf.name)
+                metrics.set("tier_parts", len(shelf.policy), tier=shelf.name)
+                metrics.set("tier_capacity_bytes", shelf.capacity or 0, tier=shelf.name)
+            metrics.set(
+                "tier_used_bytes", self._room.arena.used_bytes, tier=self._shelves[DRAM].name
+            )
+            metrics.set("leased_parts", index.held_rows)
+            quarantined = (
+                len(parts)
+                for lease in self._leases
+                if lease.state is not LeaseState.HELD
+                for parts in lease.rows
+            )
+            metrics.set("quarantined_slots", sum(quarantined))
+            metrics.set("orphan_parts", index.orphans)
+
+    # ---- under the lock
+
+    def _new_lease(
+        self,
+        first: int,
+        rows: tuple[tuple[int, ...], ...],
+        sources: tuple[str, ...],
+        seconds: float,
+    ) -> Lease:
+        slots = tuple(tuple(self._index.slot(row) for row in parts) for parts in rows)
+        lease = Lease(first, rows, slots, sources, self._clock() + seconds, self._end_lease)
+        self._leases.append(lease)
+        return lease
+
+    def _end_lease(self, lease: Lease) -> None:
+        with self._lock:
+            if lease.state is not LeaseState.HELD:
+                return
+            lease.state = LeaseState.RELEASED
+            if not lease.plans:
+                self._drop_holds(lease)
+
+    def _expire(self) -> None:
+        now = self._clock()
+        for lease in [one for one in self._leases if one.deadline <= now]:
+            if lease.state is LeaseState.HELD:
+                lease.state = LeaseState.EXPIRED
+                self._metrics.add("expired_leases")
+                if not lease.plans:
+                    self._drop_holds(lease)
+
+    def _drop_holds(self, lease: Lease) -> None:
+        self._leases.remove(lease)
+        for rows in lease.rows:
+            self._room.unhold(rows)

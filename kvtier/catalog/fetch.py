@@ -1,0 +1,116 @@
+"""Fetch: bring chunks from slower tiers up into DRAM. Runs on the flow loop.
+
+Two fetches of one part share one read. A read owns its slot until the Store's call returns,
+however long its waiters wait: they time out, and the slot follows when the call is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from kvtier.catalog.catalog import Catalog
+from kvtier.catalog.index import DRAM, NO_ROW
+from kvtier.catalog.lease import Lease
+from kvtier.identity.record import RecordId
+from kvtier.memory.arena import Arena
+from kvtier.tiers.store import Status
+from kvtier.tiers.tier import Tier, Wanted
+
+__all__ = ["Fetcher"]
+
+_CALL_BYTES: Final = 4 << 20  # small parts go together, large ones each to a thread of its own
+
+
+class Fetcher:
+    """Fetches for one namespace. tiers: by tier number, from 1."""
+
+    def __init__(
+        self, catalog: Catalog, arena: Arena, tiers: Mapping[int, Tier], namespace: bytes
+    ) -> None:
+        self._catalog = catalog
+        self._arena = arena
+        self._tiers = tiers
+        self._namespace = namespace
+        self._reading: dict[int, asyncio.Future[int]] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._serial = 0
+
+    async def fetch(
+        self, first: int, names: Sequence[Sequence[RecordId]], *, within: float, hold: float
+    ) -> Lease | None:
+        """Return a lease of the chunks, from the first, that are in DRAM by then.
+
+        first: index of the first chunk; within: seconds to wait at most; hold: seconds until
+        the lease's deadline. None when not one chunk is there.
+        """
+        chunks, fresh = self._catalog.hold_for_fetch(names)
+        adopted = 0
+        try:
+            self._start(fresh)
+            reading = {
+                row: self._reading[row] for rows in chunks for row in rows if row in self._reading
+            }
+            if reading:
+                await asyncio.wait(reading.values(), timeout=within)
+            count = self._catalog.resident(chunks)
+            if not count:
+                return None
+            sources = [self._source(rows, reading) for rows in chunks[:count]]
+            lease = self._catalog.adopt(first, chunks[:count], sources, hold)
+            adopted = count
+            return lease
+        finally:
+            self._catalog.release_rows(row for rows in chunks[adopted:] for row in rows)
+
+    def _source(self, rows: tuple[int, ...], reading: Mapping[int, asyncio.Future[int]]) -> str:
+        tier = max((reading[row].result() for row in rows if row in reading), default=DRAM)
+        return self._tiers[tier].name if tier in self._tiers else "dram"
+
+    def _start(self, fresh: Sequence[int]) -> None:
+        """Start one read for each group of rows that lie in the same tier."""
+        loop = asyncio.get_running_loop()
+        group: list[int] = []
+        size, tier = 0, NO_ROW
+        for row in fresh:
+            self._reading[row] = loop.create_future()
+            where = next((t for t in self._catalog.tiers_of(row)), NO_ROW)
+            nbytes = self._catalog.describe(row)[4]
+            if group and (where != tier or size + nbytes > _CALL_BYTES):
+                self._spawn(group)
+                group, size = [], 0
+            group.append(row)
+            size, tier = size + nbytes, where
+        if group:
+            self._spawn(group)
+
+    def _spawn(self, rows: list[int]) -> None:
+        self._serial += 1
+        serial = self._serial
+        task = asyncio.create_task(self._read(rows), name=f"fetch-{serial}")
+        self._tasks[serial] = task  # the loop itself keeps only a weak reference
+        task.add_done_callback(lambda _: self._tasks.pop(serial))
+
+    async def _read(self, rows: list[int]) -> None:
+        """Read rows from the fastest tier that has them; what fails there, from the next."""
+        left = rows
+        for number, tier in sorted(self._tiers.items()):
+            here = [row for row in left if number in self._catalog.tiers_of(row)]
+            wanted = []
+            for row in here:
+                name, _, _, slot, nbytes, _ = self._catalog.describe(row)
+                into = self._arena.view(slot.offset, slot.nbytes)
+                wanted.append(Wanted(name, self._namespace, nbytes, into))
+            for row, outcome in zip(here, await tier.read(wanted), strict=True):
+                if outcome.status is Status.OK:
+                    self._end(row, number, outcome.raw_sum)
+                    left = [one for one in left if one != row]
+                elif outcome.status is not Status.FAILED:  # it will not be there next time either
+                    self._catalog.lost(row, number)
+        for row in left:
+            self._end(row, NO_ROW, None)
+
+    def _end(self, row: int, tier: int, raw_sum: bytes | None) -> None:
+        self._catalog.fetched(row, raw_sum)
+        self._reading.pop(row).set_result(tier)

@@ -1,0 +1,111 @@
+"""Room: which part may leave which tier, and where a new one goes. Called under the lock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvtier.catalog.index import DRAM, NO_ROW, Index
+from kvtier.errors import MisuseError
+from kvtier.identity.record import RecordId
+from kvtier.memory.arena import Arena, Slot
+from kvtier.metrics import Metrics
+from kvtier.policies.base import Policy
+
+__all__ = ["Room", "Shelf"]
+
+
+@dataclass(slots=True)
+class Shelf:
+    """What the Catalog keeps of one tier: its budget and the order in which parts leave it."""
+
+    name: str
+    policy: Policy
+    capacity: int | None
+    used: int = 0
+
+
+class Room:
+    """The index, the arena and the shelves, kept in step with each other."""
+
+    def __init__(self, arena: Arena, shelves: Sequence[Shelf], metrics: Metrics) -> None:
+        self.index = Index(len(shelves))
+        self.arena = arena
+        self.shelves = list(shelves)
+        self._metrics = metrics
+
+    def touch(self, rows: Sequence[int]) -> None:
+        """Mark a chain as used, deepest first, in every tier that has it."""
+        present = self.index.present
+        for tier, shelf in enumerate(self.shelves):
+            bit = 1 << tier
+            touch = shelf.policy.touch
+            for row in reversed(rows):
+                if present[row] & bit:
+                    touch(row)
+
+    def in_dram(self, row: int) -> bool:
+        """Say whether the part's bytes are whole in its slot."""
+        return row != NO_ROW and bool(self.index.present[row] & 1)
+
+    def known(self, row: int) -> bool:
+        """Say whether the part is in a tier, or on its way into one."""
+        return row != NO_ROW and bool(self.index.present[row] or self.index.serial[row])
+
+    def slot_for(self, nbytes: int) -> Slot | None:
+        """Return a slot, evicting leaves of DRAM as needed; None when nothing may leave."""
+        while (slot := self.arena.allocate(nbytes)) is None:
+            row = self.victim(DRAM)
+            if row == NO_ROW:
+                return None
+            self.leave(row, DRAM)
+            self._metrics.add("evicted_parts", tier=self.shelves[DRAM].name)
+        return slot
+
+    def victim(self, tier: int) -> int:
+        """Return the row that should leave a tier next, or NO_ROW."""
+        leaf = self.index.leaf
+        return next((row for row in self.shelves[tier].policy.victims() if leaf(row, tier)), NO_ROW)
+
+    def leave(self, row: int, tier: int) -> None:
+        """Take a part out of a tier's index, its slot with it."""
+        shelf = self.shelves[tier]
+        shelf.policy.remove(row)
+        shelf.used -= self.index.discard(row, tier)
+        if tier == DRAM and self.index.serial[row]:
+            self.arena.free(self.index.slot(row))
+            self.index.set_slot(row, None)
+        self.index.prune(row)
+
+    def publish(self, row: int, raw_sum: bytes) -> None:
+        """Make a reserved part visible in DRAM and end the reservation's hold."""
+        self.index.sums[row] = raw_sum
+        self.index.add(row, DRAM)
+        self.shelves[DRAM].policy.insert(row)
+        self.index.hold(row, -1)
+
+    def abort(self, row: int) -> None:
+        """Take back the slot of a reserved part and end the reservation's hold."""
+        self.arena.free(self.index.slot(row))
+        self.index.set_slot(row, None)
+        self.unhold((row,))
+
+    def reserved(self, name: RecordId, slot: Slot) -> int:
+        """Return the row that `slot` was reserved for. Raises MisuseError when it was not."""
+        row = self.index.find(name)
+        if row == NO_ROW or self.in_dram(row) or self.index.serial[row] != slot.serial:
+            raise MisuseError("this part was not reserved with this slot")
+        return row
+
+    def hold_names(self, names: Iterable[RecordId]) -> list[int]:
+        """Hold the rows that exist among `names`, and return them."""
+        rows = [row for name in names if (row := self.index.find(name)) != NO_ROW]
+        for row in rows:
+            self.index.hold(row, 1)
+        return rows
+
+    def unhold(self, rows: Iterable[int]) -> None:
+        """Give holds back, and forget rows that nothing needs any more."""
+        for row in rows:
+            self.index.hold(row, -1)
+            self.index.prune(row)

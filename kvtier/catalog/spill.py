@@ -1,0 +1,162 @@
+"""Spill: write chunks from DRAM down to one slower tier, ancestors first. On the flow loop.
+
+A part that waits to be written is held: its slot stays. So the queue is bounded in bytes, and
+what does not fit is dropped and counted; the chunk then lives in DRAM only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from kvtier.catalog.catalog import Catalog, Part
+from kvtier.catalog.index import NO_ROW
+from kvtier.identity.record import KEY_BYTES, Header, RecordId, split_record_id
+from kvtier.memory.arena import Arena
+from kvtier.metrics import Metrics
+from kvtier.tiers.store import Status, Write
+from kvtier.tiers.tier import Tier
+
+__all__ = ["Spiller"]
+
+_NO_PARENT: Final = bytes(KEY_BYTES)
+_BATCH_PARTS: Final = 64
+_FULL_TRIES: Final = 8
+_SEEN_NAMES: Final = 1 << 16
+
+
+class _Job(NamedTuple):
+    row: int
+    part: Part
+    write: Write
+
+
+class Spiller:
+    """The queue of one tier. Every method is called on the flow loop."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        arena: Arena,
+        number: int,
+        tier: Tier,
+        namespace: bytes,
+        metrics: Metrics,
+    ) -> None:
+        self._catalog = catalog
+        self._arena = arena
+        self._number = number
+        self._tier = tier
+        self._namespace = namespace
+        self._metrics = metrics
+        self._queue: deque[_Job] = deque()
+        self._queued_bytes = 0
+        self._seen: dict[RecordId, None] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def offer(self, names: Sequence[RecordId]) -> None:
+        """Take parts that came into DRAM, or were used there, parents before children."""
+        for name in names:
+            if self._tier.admission == "second-touch" and not self._touched(name):
+                continue
+            self._enqueue(name)
+        if self._queue and self._task is None:
+            self._task = asyncio.create_task(self._drain(), name=f"spill-{self._tier.name}")
+
+    async def drained(self) -> None:
+        """Return when nothing waits to be written."""
+        while self._task is not None:
+            await asyncio.wait((self._task,))
+
+    def _touched(self, name: RecordId) -> bool:
+        """Say whether the part was offered before."""
+        if name in self._seen:
+            return True
+        if len(self._seen) >= _SEEN_NAMES:
+            del self._seen[next(iter(self._seen))]
+        self._seen[name] = None
+        return False
+
+    def _enqueue(self, name: RecordId) -> None:
+        row = self._catalog.hold_for_spill(name, self._number)
+        if row == NO_ROW:
+            return
+        _, parent, depth, slot, nbytes, raw_sum = self._catalog.describe(row)
+        if self._queued_bytes + nbytes > max(self._arena.nbytes // 2, nbytes):
+            self._catalog.release_rows((row,))
+            self._metrics.add("dropped_spills", tier=self._tier.name, reason="queue")
+            return
+        if parent is not None:
+            self._enqueue(parent)  # a no-op where the tier has it, or DRAM does not
+        key, part = split_record_id(name)
+        header = Header(
+            namespace=self._namespace,
+            key=key,
+            parent=parent[:KEY_BYTES] if parent is not None else _NO_PARENT,
+            depth=depth,
+            part=part,
+            raw_bytes=nbytes,
+            stored_bytes=nbytes,
+            raw_sum=raw_sum,
+            stored_sum=raw_sum,
+        )
+        write = Write(header, self._arena.view(slot.offset, slot.nbytes))
+        self._queue.append(_Job(row, Part(name, parent, depth, nbytes), write))
+        self._queued_bytes += nbytes
+
+    async def _drain(self) -> None:
+        try:
+            while self._queue:
+                count = min(len(self._queue), _BATCH_PARTS)
+                jobs = [self._queue.popleft() for _ in range(count)]
+                try:
+                    await self._write(jobs)
+                finally:
+                    self._queued_bytes -= sum(job.part.nbytes for job in jobs)
+                    self._catalog.release_rows(job.row for job in jobs)
+        finally:
+            self._task = None
+
+    async def _write(self, jobs: list[_Job]) -> None:
+        """Write jobs, making room as the tier asks for it; what still fails is dropped."""
+        footprint = self._tier.store.footprint
+        room = sum(footprint(job.part.nbytes) for job in jobs)
+        extra = 0
+        for _ in range(_FULL_TRIES):
+            await self._make_room(room, extra)
+            full = [
+                job
+                for job, status in zip(jobs, await self._send(jobs), strict=True)
+                if not self._settled(job, status)
+            ]
+            if not full:
+                return
+            jobs, room, extra = full, 0, len(full)
+        self._metrics.add("dropped_spills", len(jobs), tier=self._tier.name, reason="full")
+
+    def _settled(self, job: _Job, status: Status) -> bool:
+        """Note a part's outcome; False when it should be tried again with more room."""
+        if status is Status.FULL:
+            return False
+        if status is Status.OK:
+            charged = self._tier.store.footprint(job.part.nbytes)
+            self._catalog.stored(job.part, self._number, charged)
+        else:
+            self._metrics.add("dropped_spills", tier=self._tier.name, reason="failed")
+        return True
+
+    async def _send(self, jobs: list[_Job]) -> list[Status]:
+        """Write with as many calls in parallel as the Store takes, in runs of the order."""
+        calls = min(self._tier.store.THREADS, len(jobs))
+        runs = [jobs[len(jobs) * i // calls : len(jobs) * (i + 1) // calls] for i in range(calls)]
+        outcomes = await asyncio.gather(
+            *(self._tier.write([job.write for job in run]) for run in runs)
+        )
+        return [status for run in outcomes for status in run]
+
+    async def _make_room(self, nbytes: int, extra: int) -> None:
+        victims = self._catalog.evict(self._number, nbytes, at_least=extra)
+        if victims:
+            await self._tier.delete([victim.name for victim in victims])

@@ -1,0 +1,142 @@
+"""Configuration: one grammar for URLs and TOML, checked at the door, then frozen.
+
+A tier is ``dram:SIZE`` or ``SCHEME:LOCATION?capacity=SIZE&option=value``. Stores are found by
+the entry points ``kvtier.storage_backends``; the built-in ones come through the same door.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Final
+from urllib.parse import parse_qsl
+
+from kvtier.errors import ConfigError, unknown
+from kvtier.tiers.store import Store
+from kvtier.units import parse_bytes
+
+__all__ = ["ADMISSIONS", "Config", "TierConfig", "load_store", "parse_tier", "store_types"]
+
+ADMISSIONS: Final = ("through", "second-touch")
+_OWN_OPTIONS: Final = ("capacity", "admission")
+_GROUP: Final = "kvtier.storage_backends"
+
+
+@dataclass(frozen=True, slots=True)
+class TierConfig:
+    """One tier. capacity: bytes, None for unbounded. options: parsed, all of the Store's."""
+
+    scheme: str
+    location: str
+    capacity: int | None
+    admission: str = "through"
+    options: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A cache: DRAM first, then slower tiers in their order."""
+
+    dram: int
+    tiers: tuple[TierConfig, ...] = ()
+
+    @classmethod
+    def from_urls(cls, urls: Sequence[str]) -> Config:
+        """Read tiers as URLs. Raises ConfigError, naming the nearest valid choice."""
+        parsed = [parse_tier(url) for url in urls]
+        dram = [tier for tier in parsed if tier.scheme == "dram"]
+        if len(dram) != 1 or parsed[0] is not dram[0]:
+            raise ConfigError("a cache begins with one dram tier, such as dram:8GiB")
+        places = [(tier.scheme, tier.location) for tier in parsed[1:]]
+        if len(set(places)) < len(places):
+            raise ConfigError("two tiers name the same place")
+        if dram[0].capacity is None:
+            raise ConfigError("dram needs a size, such as dram:8GiB")
+        return cls(dram[0].capacity, tuple(parsed[1:]))
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Config:
+        """Read ``tiers = ["dram:8GiB", ...]`` from a TOML file."""
+        try:
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from error
+        for name in data:
+            if name != "tiers":
+                raise unknown("option", name, ("tiers",))
+        urls = data.get("tiers")
+        if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+            raise ConfigError(f'{path} needs tiers = ["dram:8GiB", ...]')
+        return cls.from_urls(urls)
+
+
+def parse_tier(url: str) -> TierConfig:
+    """Read one tier's URL."""
+    scheme, colon, rest = url.partition(":")
+    types = store_types()
+    if scheme not in types and scheme != "dram":
+        raise unknown("tier", scheme, (*types, "dram"))
+    if not colon:
+        raise ConfigError(f"tier {url!r} needs a colon: {scheme}:...")
+    if scheme == "dram":
+        if "?" in rest:
+            raise ConfigError("dram takes a size only, such as dram:8GiB")
+        return TierConfig("dram", "", parse_bytes(rest))
+    location, _, query = rest.partition("?")
+    if not location:
+        raise ConfigError(f"tier {url!r} needs a place after the colon")
+    given = _query(url, query)
+    store = load_store(types[scheme])
+    for name in given:
+        if name not in store.OPTIONS and name not in _OWN_OPTIONS:
+            raise unknown(f"option of {scheme}", name, (*store.OPTIONS, *_OWN_OPTIONS))
+    if "capacity" not in given:
+        raise ConfigError(
+            f"tier {url!r} has no capacity; add ?capacity=200GiB, or ?capacity=unbounded"
+        )
+    capacity = given["capacity"]
+    admission = given.get("admission", ADMISSIONS[0])
+    if admission not in ADMISSIONS:
+        raise unknown("admission", admission, ADMISSIONS)
+    options = {
+        name: option.parse(given[name]) if name in given else option.default
+        for name, option in store.OPTIONS.items()
+    }
+    return TierConfig(
+        scheme,
+        location,
+        None if capacity == "unbounded" else parse_bytes(capacity),
+        admission,
+        options,
+    )
+
+
+def store_types() -> dict[str, EntryPoint]:
+    """Return the Stores that are installed, by scheme, without loading them."""
+    return {entry.name: entry for entry in entry_points(group=_GROUP)}
+
+
+def load_store(entry: EntryPoint) -> type[Store]:
+    """Load a Store's class. Raises ConfigError when its own imports fail."""
+    try:
+        store: type[Store] = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"tier {entry.name!r} cannot be loaded: {error}") from error
+    return store
+
+
+def _query(url: str, query: str) -> dict[str, str]:
+    """Read ``a=b&c=d``, refusing what is malformed or said twice."""
+    try:
+        pairs = parse_qsl(query, strict_parsing=True) if query else []
+    except ValueError as error:
+        raise ConfigError(f"the options of {url!r} must look like ?capacity=8GiB&a=b") from error
+    given = dict(pairs)
+    if len(given) < len(pairs):
+        raise ConfigError(f"an option of {url!r} is given twice")
+    return given

@@ -1,0 +1,93 @@
+"""The Copier: executes CopyPlans between an engine's KV blocks and the arena's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from kvtier.copyplan import CopyPlan, PlanPart
+from kvtier.device.base import Copy, Device, Fence
+from kvtier.errors import ConfigError, ProtocolError
+from kvtier.identity.geometry import DTYPE_BYTES, Geometry
+from kvtier.memory.arena import Arena
+from kvtier.transfer import CopyTransfer
+
+__all__ = ["Pages"]
+
+_LOAD_GROUPS: Final = 4
+
+
+class Pages:
+    """One rank's KV blocks, bound to the cache's arena.
+
+    tensors: for each component of the geometry, in its order, the rank's KV tensor, shaped
+    [layers, planes, blocks, block tokens, heads, head size] (any leading dimensions whose
+    product is layers x planes will do). Calls enqueue and return; they come from one thread.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        arena: Arena,
+        arena_id: int,
+        tensors: Sequence[Any],
+        device: Device,
+        shards: int = 1,
+    ) -> None:
+        if len(tensors) != len(geometry.components):
+            raise ConfigError(
+                f"{len(geometry.components)} components need as many KV tensors, not {len(tensors)}"
+            )
+        self._geometry = geometry
+        self._arena = arena
+        self._arena_id = arena_id
+        self._device = device
+        self._block_tokens = geometry.block_tokens[0]
+        self._pages = []
+        for component, tensor in zip(geometry.components, tensors, strict=True):
+            pages = device.pages(tensor, component.layers * component.planes)
+            row = component.heads * component.head_size * DTYPE_BYTES[geometry.dtype]
+            want = self._block_tokens * row // shards
+            if pages.shape[2] != want:
+                raise ConfigError(
+                    f"KV blocks of {pages.shape[2]} bytes a plane do not match the geometry's "
+                    f"{want}; check dtype, block size, heads and head size"
+                )
+            self._pages.append(pages)
+
+    def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
+        """Enqueue a plan's copies, ordered after the fences. Does not block.
+
+        after: for a save, the fence of the compute that wrote the blocks; for a load, the fence
+        of the last work that read them.
+        Raises ProtocolError when the plan does not fit this rank's blocks or arena.
+        """
+        if plan.arena != self._arena_id:
+            raise ProtocolError("the plan belongs to another arena")
+        copies = [self._copy(part) for part in plan.parts]
+        blocks = tuple(block for part in plan.parts for block in part.blocks)
+        tokens = len(blocks) * self._block_tokens
+        if plan.kind == "save":
+            fence = self._device.gather(self._device.stream("store"), copies, after)
+            return CopyTransfer((fence,), tokens, blocks)
+        stream = self._device.stream("load")
+        groups = self._device.scatter(stream, copies, after, _LOAD_GROUPS)
+        return CopyTransfer(groups, tokens, blocks)
+
+    def _copy(self, part: PlanPart) -> Copy:
+        if part.component >= len(self._pages):
+            raise ProtocolError(f"the plan names component {part.component}")
+        pages = self._pages[part.component]
+        planes, count, block_bytes = pages.shape
+        chunk_blocks = self._geometry.chunk_tokens // self._block_tokens
+        first, odd = divmod(part.first_token, self._block_tokens)
+        raw = planes * chunk_blocks * block_bytes
+        if odd or first + len(part.blocks) > chunk_blocks or raw > part.nbytes:
+            raise ProtocolError("the plan's tokens do not fit its chunk")
+        if part.offset + part.nbytes > self._arena.nbytes:
+            raise ProtocolError("the plan's slot lies outside the arena")
+        if part.blocks and max(part.blocks) >= count:
+            raise ProtocolError(f"the plan names block {max(part.blocks)} of {count}")
+        memory = self._arena.memory[part.offset : part.offset + raw]
+        slot = memory.reshape(planes, chunk_blocks, block_bytes)
+        return Copy(pages, part.blocks, slot[:, first : first + len(part.blocks)])

@@ -1,0 +1,189 @@
+"""What moves between tiers, for one namespace: publish, spill, probe and fetch, on the flow loop.
+
+Each multi-step move is one coroutine that reads from top to bottom.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.catalog.catalog import Catalog, Part
+from kvtier.catalog.fetch import Fetcher
+from kvtier.catalog.lease import Lease
+from kvtier.catalog.probe import Probe, search
+from kvtier.catalog.spill import Spiller
+from kvtier.clock import Clock
+from kvtier.identity.record import RecordId, checksum
+from kvtier.memory.arena import Arena, Slot
+from kvtier.metrics import Metrics
+from kvtier.seams import Flow, IoPool
+from kvtier.tiers.store import Status
+from kvtier.tiers.tier import Tier
+
+__all__ = ["Moves", "Saved"]
+
+_HASH_THREADS: Final = 1
+_EXPIRE_SECONDS: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """One reserved part whose copy has ended; `ok` says whether its bytes are whole."""
+
+    part: Part
+    slot: Slot
+    ok: bool
+
+
+class Moves:
+    """The coroutines of one cache. All are started through the Flow, and run on its loop."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        arena: Arena,
+        tiers: Mapping[int, Tier],
+        namespace: bytes,
+        flow: Flow,
+        clock: Clock,
+        metrics: Metrics,
+    ) -> None:
+        self._catalog = catalog
+        self._arena = arena
+        self._tiers = tiers
+        self._flow = flow
+        self._metrics = metrics
+        self._fetcher = Fetcher(catalog, arena, tiers, namespace)
+        self._spillers = {
+            number: Spiller(catalog, arena, number, tier, namespace, metrics)
+            for number, tier in tiers.items()
+        }
+        self._shared = {n: t for n, t in tiers.items() if t.store.capabilities.shared}
+        self._probe = Probe(clock)
+        self._hashing = IoPool("hash", _HASH_THREADS)
+        self._published: asyncio.Queue[list[Saved]] | None = None
+        self._publisher: asyncio.Task[None] | None = None
+        self._busy = 0
+
+    # ---- save
+
+    async def publish(self, saved: list[Saved]) -> None:
+        """Seal and commit parts, in order, then offer them to the slower tiers.
+
+        One task does this for all, in the order of the calls, so that a child never comes
+        before its parent.
+        """
+        if self._published is None:
+            self._published = asyncio.Queue()
+            self._publisher = asyncio.create_task(self._publish_all(self._published))
+        self._busy += 1
+        self._published.put_nowait(saved)
+
+    async def _publish_all(self, queue: asyncio.Queue[list[Saved]]) -> None:
+        while True:
+            names = [one.part.name for one in await queue.get() if await self._commit(one)]
+            self.offer(names)
+            self._busy -= 1
+            queue.task_done()
+
+    async def _commit(self, one: Saved) -> bool:
+        name, slot = one.part.name, one.slot
+        if not one.ok:
+            self._catalog.abort(name, slot)
+            self._metrics.add("dropped_saves", reason="copy")
+            return False
+        data = self._arena.view(slot.offset, one.part.nbytes)
+        raw_sum = await self._flow.io(self._hashing, checksum, data)
+        if self._catalog.commit(name, slot, raw_sum):
+            self._metrics.add("saved_chunks")
+            return True
+        self._metrics.add("dropped_saves", reason="orphan")
+        return False
+
+    def offer(self, names: Sequence[RecordId]) -> None:
+        """Offer parts in DRAM to every slower tier that lacks them."""
+        for spiller in self._spillers.values():
+            spiller.offer(names)
+
+    async def offer_used(self, names: Sequence[RecordId]) -> None:
+        """Offer parts that were used again, for tiers that admit on second touch."""
+        self.offer(names)
+
+    async def drained(self) -> None:
+        """Return when all that was saved has been published and written down."""
+        if self._published is not None:
+            await self._published.join()
+        for spiller in self._spillers.values():
+            await spiller.drained()
+
+    # ---- fetch
+
+    def worth_asking(self, name: RecordId) -> bool:
+        """Say whether a shared tier may have a part that the index does not know."""
+        return bool(self._shared) and self._probe.due(name)
+
+    async def fetch(
+        self,
+        parts: Sequence[Sequence[Part]],
+        known: int,
+        first: int,
+        *,
+        within: float,
+        hold: float,
+    ) -> Lease | None:
+        """Bring chunks [first, ...) up into DRAM and lease them.
+
+        parts: those of each chunk from the prompt's first; known: how many chunks the index
+        knew; what follows is asked of the shared tiers first.
+        """
+        count = known
+        if known < len(parts):
+            count += await self._ask(parts[known:])
+        if count <= first:
+            return None
+        names = [[part.name for part in chunk] for chunk in parts[first:count]]
+        lease = await self._fetcher.fetch(first, names, within=within, hold=hold)
+        if lease is not None:
+            self.offer([name for chunk in names[: lease.chunks] for name in chunk])
+        return lease
+
+    async def _ask(self, parts: Sequence[Sequence[Part]]) -> int:
+        """Return how many further chunks a shared tier says it has, and index them."""
+        for number, tier in self._shared.items():
+
+            async def ask(places: Sequence[int], tier: Tier = tier) -> list[bool]:
+                names = [part.name for place in places for part in parts[place]]
+                answers = iter(await tier.contains(names))
+                found = [{next(answers) for _ in parts[place]} for place in places]
+                return [statuses == {Status.OK} for statuses in found]
+
+            found = await search(len(parts), ask)
+            for chunk in parts[:found]:
+                for part in chunk:
+                    self._catalog.stored(part, number, tier.store.footprint(part.nbytes))
+            if found:
+                return found
+        self._probe.missing(parts[0][0].name)
+        return 0
+
+    # ---- clear, expire
+
+    async def clear(self, number: int) -> None:
+        """Take everything that nobody holds out of a tier."""
+        victims = self._catalog.clear(number)
+        tier = self._tiers.get(number)
+        if tier is not None:
+            await tier.delete([victim.name for victim in victims])
+
+    async def reap(self) -> None:
+        """End leases at their deadline, for as long as the loop runs."""
+        while True:
+            await asyncio.sleep(_EXPIRE_SECONDS)
+            self._catalog.expire()
+
+    def close(self) -> None:
+        """End the hashing threads. The tiers are closed by their owner."""
+        self._hashing.close()

@@ -1,0 +1,49 @@
+"""The circuit breaker: a tier that fails is left alone for a while, then tried by one call."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from kvtier.clock import Clock
+
+__all__ = ["Breaker"]
+
+FAILURES: Final = 5
+"""Failed calls in a row that open it."""
+
+REST_SECONDS: Final = 5.0
+"""How long it stays open before one call may try again."""
+
+
+class Breaker:
+    """Closed: calls pass. Open: none does. Half open: one does, and decides."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._failures = 0
+        self._open_until = 0.0
+        self._probing = False
+
+    @property
+    def closed(self) -> bool:
+        """Say whether calls pass freely."""
+        return self._failures < FAILURES
+
+    def allow(self) -> bool:
+        """Say whether a call may go; when half open, only the first that asks."""
+        if self.closed:
+            return True
+        if self._probing or self._clock() < self._open_until:
+            return False
+        self._probing = True
+        return True
+
+    def report(self, *, ok: bool) -> None:
+        """Note how a call ended."""
+        self._probing = False
+        if ok:
+            self._failures = 0
+            return
+        self._failures += 1
+        if not self.closed:
+            self._open_until = self._clock() + REST_SECONDS

@@ -1,0 +1,180 @@
+"""A Tier: a Store with I/O threads, checksums, a circuit breaker and a bound on hung calls.
+
+Whatever the Store does, what comes out is a value: exact bytes, or a status that says why not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, TypeVar
+
+from kvtier.clock import Clock
+from kvtier.errors import StoreError
+from kvtier.events import Reporter
+from kvtier.identity.record import CODEC_RAW, Header, RecordId, checksum
+from kvtier.metrics import Metrics
+from kvtier.seams import Flow, IoPool
+from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.store import Read, Status, Store, Write
+
+__all__ = ["Fetched", "Tier", "Wanted"]
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+HUNG_SECONDS: Final = 30.0
+"""A call that runs longer counts as hung."""
+
+
+class Wanted(NamedTuple):
+    """One record to read: its name, what it must be, and the buffer to fill."""
+
+    id: RecordId
+    namespace: bytes
+    raw_bytes: int
+    into: memoryview
+
+
+class Fetched(NamedTuple):
+    """Outcome of a read. `raw_sum` is the checksum of the exact bytes when the status is OK."""
+
+    status: Status
+    raw_sum: bytes = b""
+
+
+class Tier:
+    """One tier below DRAM. Its coroutines run on the Flow; none raises for a fault below.
+
+    admission: ``through`` writes every chunk down, ``second-touch`` those used again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: Store,
+        flow: Flow,
+        metrics: Metrics,
+        clock: Clock,
+        *,
+        admission: str = "through",
+    ) -> None:
+        self.name = name
+        self.store = store
+        self.admission = admission
+        self._flow = flow
+        self._metrics = metrics
+        self._clock = clock
+        self._pool = IoPool(name, store.THREADS)
+        self._breaker = Breaker(clock)
+        self._report = Reporter(clock)
+        self._running: dict[int, float] = {}
+        self._calls = 0
+
+    @property
+    def available(self) -> bool:
+        """Say whether calls pass at the moment."""
+        return self._breaker.closed
+
+    async def read(self, wanted: Sequence[Wanted]) -> list[Fetched]:
+        """Fill the buffers with verified bytes. A buffer is the call's until this returns."""
+        failed = [Fetched(Status.FAILED)] * len(wanted)
+        out = await self._call(self._read, list(wanted), failed)
+        for one, record in zip(out, wanted, strict=True):
+            if one.status is Status.OK:
+                self._metrics.add("fetched_bytes", record.raw_bytes, tier=self.name)
+            elif one.status is Status.CORRUPT:
+                self._metrics.add("corrupt_records", tier=self.name)
+                self._report.warn(self.name, "a record is corrupt; it is dropped")
+        return out
+
+    async def write(self, records: Sequence[Write]) -> list[Status]:
+        """Write records. The payloads are the call's until this returns."""
+        failed = [Status.FAILED] * len(records)
+        out = await self._call(self.store.write_many, list(records), failed)
+        written = sum(
+            record.header.stored_bytes
+            for status, record in zip(out, records, strict=True)
+            if status is Status.OK
+        )
+        self._metrics.add("spilled_bytes", written, tier=self.name)
+        return out
+
+    async def delete(self, ids: Sequence[RecordId]) -> list[Status]:
+        """Delete records."""
+        return await self._call(self.store.delete_many, list(ids), [Status.FAILED] * len(ids))
+
+    async def contains(self, ids: Sequence[RecordId]) -> list[Status]:
+        """Say which records are there; a hint, since a shared tier changes by itself."""
+        return await self._call(self.store.contains_many, list(ids), [Status.FAILED] * len(ids))
+
+    def close(self) -> None:
+        """End the threads, bounded, and close the Store. Blocks."""
+        self._pool.close()
+        try:
+            self.store.close()
+        except (StoreError, OSError) as error:
+            self._report.warn(self.name, f"close: {error}")
+
+    async def _call(
+        self, call: Callable[[list[A]], list[T]], items: list[A], failed: list[T]
+    ) -> list[T]:
+        """Run a batch in the pool; answer `failed` when the breaker is open or the call raises."""
+        if not items:
+            return []
+        if self._hung() or not self._breaker.allow():
+            return failed
+        self._calls += 1
+        serial = self._calls
+        self._running[serial] = self._clock()
+        try:
+            out = await self._flow.io(self._pool, call, items)
+        except Exception as error:  # noqa: BLE001  (a plug-in may raise anything; P2)
+            self._fail(f"{type(error).__name__}: {error}")
+            return failed
+        finally:
+            del self._running[serial]
+        bad = sum(_failed(one) for one in out)
+        if bad:
+            self._metrics.add("tier_errors", bad, tier=self.name)
+        self._breaker.report(ok=bad < len(out))
+        return out
+
+    def _fail(self, cause: str) -> None:
+        self._metrics.add("tier_errors", tier=self.name)
+        self._report.warn(self.name, cause)
+        self._breaker.report(ok=False)
+
+    def _hung(self) -> bool:
+        """Say whether every thread sits in a call that does not return."""
+        late = self._clock() - HUNG_SECONDS
+        return sum(start < late for start in self._running.values()) >= self.store.THREADS
+
+    def _read(self, wanted: list[Wanted]) -> list[Fetched]:
+        """Read and verify, on a thread of the pool."""
+        reads = self.store.read_many([one.id for one in wanted], [one.into for one in wanted])
+        return [_verify(read, one) for read, one in zip(reads, wanted, strict=True)]
+
+
+def _failed(outcome: object) -> bool:
+    status = outcome.status if isinstance(outcome, Fetched) else outcome
+    return status is Status.FAILED
+
+
+def _verify(read: Read, wanted: Wanted) -> Fetched:
+    """Turn a Store's read into exact bytes or a status."""
+    if read.status is not Status.OK or read.header is None:
+        return Fetched(Status.FAILED if read.status is Status.OK else read.status)
+    if not is_exact(read.header, wanted):
+        return Fetched(Status.CORRUPT)
+    return Fetched(Status.OK, read.header.raw_sum)
+
+
+def is_exact(header: Header, wanted: Wanted) -> bool:
+    """Say whether a record is the wanted one, and its bytes are those that were written."""
+    return (
+        header.id == wanted.id
+        and header.namespace == wanted.namespace
+        and header.codec == CODEC_RAW
+        and header.raw_bytes == header.stored_bytes == wanted.raw_bytes
+        and checksum(wanted.into[: header.stored_bytes]) == header.stored_sum == header.raw_sum
+    )

@@ -1,0 +1,123 @@
+"""Transfers: handles of bytes on the move. Poll them, wait for them, or await them.
+
+A wait that times out frees nothing: blocks and slots stay the Transfer's until it has settled.
+A fault of a tier or a copy is a value in the result; only misuse raises.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from kvtier.catalog.lease import Lease
+from kvtier.device.base import Fence
+from kvtier.seams import CancelledError, Future
+
+__all__ = ["CopyResult", "CopyStatus", "CopyTransfer", "FetchTransfer"]
+
+_POLL_SECONDS: Final = 0.0005  # a CUDA event has no callback, so awaiting one means asking
+
+
+class CopyStatus(enum.Enum):
+    """How a copy stands."""
+
+    OK = "ok"
+    FAILED = "failed"
+    TIMEOUT = "timeout"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """Outcome of a plan's execution.
+
+    tokens: valid tokens, from the plan's first; failed_blocks: engine blocks whose content means
+    nothing.
+    """
+
+    status: CopyStatus
+    tokens: int = 0
+    failed_blocks: tuple[int, ...] = ()
+    cause: str = ""
+
+
+class CopyTransfer:
+    """Copies of one plan, enqueued on a stream.
+
+    groups: fences in the order in which runs of layers become readable.
+    """
+
+    def __init__(self, groups: Sequence[Fence], tokens: int, blocks: tuple[int, ...]) -> None:
+        self.groups = tuple(groups)
+        self._tokens = tokens
+        self._blocks = blocks
+
+    def poll(self) -> bool:
+        """Say whether it has settled. Never blocks, never raises for a fault."""
+        return self._look(None) is not None
+
+    def result(self, timeout: float) -> CopyResult:
+        """Return the outcome, blocking at most `timeout` seconds; TIMEOUT if not settled."""
+        return self._look(timeout) or CopyResult(CopyStatus.TIMEOUT)
+
+    def __await__(self) -> Generator[Any, None, CopyResult]:
+        """Await the outcome."""
+        return self._settled().__await__()
+
+    async def _settled(self) -> CopyResult:
+        while (found := self._look(None)) is None:  # noqa: ASYNC110  (fences: ask)
+            await asyncio.sleep(_POLL_SECONDS)
+        return found
+
+    def _look(self, timeout: float | None) -> CopyResult | None:
+        """Return the outcome; None when not settled within `timeout`, or now."""
+        cause = ""
+        for fence in self.groups:
+            try:
+                if not (fence.done() if timeout is None else fence.wait(timeout)):
+                    return None
+            except Exception as error:  # noqa: BLE001  (a copy's fault is a value)
+                cause = cause or f"{type(error).__name__}: {error}"
+        if cause:
+            return CopyResult(CopyStatus.FAILED, 0, self._blocks, cause)
+        return CopyResult(CopyStatus.OK, self._tokens)
+
+
+class FetchTransfer:
+    """Chunks on their way up into DRAM. The result is their Lease, or None for none at all."""
+
+    def __init__(self, running: Future[Lease | None]) -> None:
+        self._running = running
+
+    def poll(self) -> bool:
+        """Say whether it has settled. Never blocks."""
+        return self._running.done()
+
+    def result(self, timeout: float) -> Lease | None:
+        """Return the lease; None when nothing came, or not within `timeout` seconds."""
+        try:
+            return self._running.result(timeout)
+        except (TimeoutError, CancelledError):
+            return None
+
+    def abandon(self) -> None:
+        """Let go: whatever arrives is released at once, and stays in DRAM."""
+        self._running.add_done_callback(_release)
+
+    def on_settled(self, call: Any) -> None:
+        """Call `call()` once it has settled, from any thread."""
+        self._running.add_done_callback(lambda _: call())
+
+    def __await__(self) -> Generator[Any, None, Lease | None]:
+        """Await the lease."""
+        return asyncio.wrap_future(self._running).__await__()
+
+
+def _release(running: Future[Lease | None]) -> None:
+    if not running.cancelled() and running.exception() is None:
+        lease = running.result()
+        if lease is not None:
+            with lease:
+                pass
