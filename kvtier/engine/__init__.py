@@ -1,0 +1,36 @@
+"""A small real decode engine, so that a cache can be seen, tested and measured without a GPU.
+
+Needs the extra ``engine`` (torch, gguf, tokenizers). Nothing else in kvtier imports it.
+"""
+
+from __future__ import annotations
+
+from kvtier.engine.attention import Span
+from kvtier.engine.checkpoint import Checkpoint, checkpoint_sha256, find_checkpoint, load_checkpoint
+from kvtier.engine.engine import Engine
+from kvtier.engine.model import Model
+from kvtier.engine.plain import plain_prefill
+from kvtier.engine.request import Completion, Finish, Output, Sampling, Stats
+from kvtier.engine.tokenizer import Tokenizer
+from kvtier.engine.weights import LayerWeights, ModelConfig, Weights, random_weights
+
+__all__ = [
+    "Checkpoint",
+    "Completion",
+    "Engine",
+    "Finish",
+    "LayerWeights",
+    "Model",
+    "ModelConfig",
+    "Output",
+    "Sampling",
+    "Span",
+    "Stats",
+    "Tokenizer",
+    "Weights",
+    "checkpoint_sha256",
+    "find_checkpoint",
+    "load_checkpoint",
+    "plain_prefill",
+    "random_weights",
+]

@@ -1,0 +1,149 @@
+"""The forward pass of a Llama-family model over a block pool, with reproducible bits.
+
+A token's logits come out the same, bit for bit, whatever else is computed in the step, however
+its prompt was chunked, and whether the KV before it was computed or loaded. Nothing less would
+do for a cache: only so can a test compare outputs with and without it exactly. Matrix products
+choose their kernel, and with it the order of their sums, by the number of rows: one row goes
+another way than two. So every operation runs on tiles of one fixed shape, the last one padded.
+A row's result does not depend on where in its tile it stands, or on its neighbours.
+
+The bits hold for one build of torch, one kind of CPU and one number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from kvtier.engine.attention import QUERY_TILE, PagedAttention, Span
+from kvtier.engine.weights import LayerWeights, Weights
+
+__all__ = ["LOGIT_TILE", "ROW_TILE", "Model"]
+
+ROW_TILE: Final = 32
+"""Tokens of a tile: 87% of the speed of one product over all rows, and one tile a decode step."""
+
+LOGIT_TILE: Final = 8
+"""Rows of an output tile: few rows need logits, and the vocabulary is long."""
+
+
+class Model:
+    """Weights, and the forward pass over them. Runs on the CPU; holds no state of a request."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+        self.config = weights.config
+        self.dtype = weights.embedding.dtype
+        config = weights.config
+        exponents = torch.arange(0, config.head_size, 2, dtype=torch.float64) / config.head_size
+        angles = torch.outer(
+            torch.arange(config.context_tokens, dtype=torch.float64),
+            config.rope_base**-exponents,
+        )
+        # [context, 1, head size / 2]: one angle for all heads of a token.
+        self.cos = angles.cos()[:, None].to(self.dtype)
+        self.sin = angles.sin()[:, None].to(self.dtype)
+
+    @torch.inference_mode()
+    def forward(self, spans: Sequence[Span], kv: torch.Tensor) -> torch.Tensor:
+        """Compute the spans' tokens, write their KV to the pool, and return logits.
+
+        spans: at least one, each of at least one token; of distinct requests.
+        kv: the pool, [layers, 2, blocks, block tokens, KV heads, head size], updated in place.
+        Returns float32 [sum of span.logits, vocab], in the order of the spans. Blocks.
+        """
+        config, layers = self.config, self.weights.layers
+        count = sum(len(span.tokens) for span in spans)
+        rows = _padded(count, ROW_TILE)
+        hidden, cos, sin = self._embed(spans, rows)
+        qkv = hidden.new_zeros(rows + QUERY_TILE, config.query_size + 2 * config.kv_size)
+        mixed = hidden.new_zeros(rows + QUERY_TILE, config.query_size)
+        attention = PagedAttention(config, spans, kv, self.dtype)
+        queries, fresh = qkv[:, : config.query_size], qkv[:count, config.query_size :]
+        before = list(
+            zip(
+                hidden.split(ROW_TILE),
+                qkv[:rows].split(ROW_TILE),
+                cos.split(ROW_TILE),
+                sin.split(ROW_TILE),
+                strict=True,
+            )
+        )
+        after = list(zip(hidden.split(ROW_TILE), mixed[:rows].split(ROW_TILE), strict=True))
+        # No other backend than flash keeps the promise of the attention module.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            # Tiles inside layers: a layer's weights stay in the CPU's cache for all tiles.
+            for index, layer in enumerate(layers):
+                for tile in before:
+                    self._project(layer, *tile)
+                attention.write(index, fresh)
+                attention.read(index, queries, mixed)
+                for tile_hidden, tile_mixed in after:
+                    self._feed_forward(layer, tile_hidden, tile_mixed)
+        return self._logits(hidden, spans)
+
+    def _embed(
+        self, spans: Sequence[Span], rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the rows' embeddings and their RoPE angles; padding is token 0 at position 0."""
+        ids = torch.zeros(rows, dtype=torch.int64)
+        positions = torch.zeros(rows, dtype=torch.int64)
+        row = 0
+        for span in spans:
+            here = slice(row, row + len(span.tokens))
+            ids[here] = torch.as_tensor(span.tokens)
+            positions[here] = torch.arange(span.start, span.end)
+            row = here.stop
+        return self.weights.embedding[ids], self.cos[positions], self.sin[positions]
+
+    def _project(
+        self,
+        layer: LayerWeights,
+        hidden: torch.Tensor,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> None:
+        """Fill a tile of `qkv`, queries and keys turned by their positions (rotate-half)."""
+        config = self.config
+        torch.mm(self._norm(hidden, layer.attention_norm), layer.qkv.t(), out=qkv)
+        turned = qkv[:, : config.query_size + config.kv_size]
+        left, right = turned.unflatten(1, (-1, 2, config.head_size // 2)).unbind(2)
+        cross = left * sin
+        left.mul_(cos).addcmul_(right, sin, value=-1)
+        right.mul_(cos).add_(cross)
+
+    def _feed_forward(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
+        """Add a tile's attention output, then its SwiGLU (arXiv 2002.05202), to `hidden`."""
+        hidden.addmm_(mixed, layer.attention_out.t())
+        both = torch.mm(self._norm(hidden, layer.ffn_norm), layer.gate_up.t())
+        gate, up = both.chunk(2, dim=1)
+        functional.silu(gate, inplace=True).mul_(up)
+        hidden.addmm_(gate, layer.down.t())
+
+    def _norm(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(hidden, weight.shape, weight, self.config.norm_eps)
+
+    def _logits(self, hidden: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        wanted: list[int] = []
+        row = 0
+        for span in spans:
+            row += len(span.tokens)
+            wanted.extend(range(row - span.logits, row))
+        count = len(wanted)
+        wanted.extend([0] * (_padded(count, LOGIT_TILE) - count))
+        chosen = hidden[torch.tensor(wanted, dtype=torch.int64)]
+        logits = chosen.new_empty(len(wanted), self.config.vocab_size)
+        head = self.weights.head.t()
+        tiles = zip(chosen.split(LOGIT_TILE), logits.split(LOGIT_TILE), strict=True)
+        for tile, out in tiles if count else ():
+            torch.mm(self._norm(tile, self.weights.norm), head, out=out)
+        return logits[:count].float()
+
+
+def _padded(count: int, tile: int) -> int:
+    return -(-count // tile) * tile

@@ -1,0 +1,172 @@
+"""A request: what the caller asks for, what it gets, and the engine's state of it in between."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.engine.blocks import chain_keys, root_key
+from kvtier.errors import ConfigError
+
+__all__ = ["Completion", "Finish", "Output", "Phase", "Request", "Sampling", "Stats"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen and when to stop.
+
+    temperature: 0 is greedy. seed: one seed gives one output, whatever else the engine runs.
+    stop: token ids that end the output; the one that did is its last token.
+    Raises ConfigError for values out of range.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 0.0
+    seed: int = 0
+    stop: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ConfigError(f"max_tokens is {self.max_tokens}; ask for at least 1")
+        # Written so that NaN fails too.
+        if not 0 <= self.temperature < float("inf"):
+            raise ConfigError(f"temperature is {self.temperature}; it must be 0 or more, finite")
+        if not 0 <= self.seed < 1 << 64:
+            raise ConfigError(f"seed is {self.seed}; it must fit 64 bits unsigned")
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """What a request met with. Times are the engine's clock, in seconds; None: never came.
+
+    hit_tokens: prompt tokens that were not computed, by the tier that had them; "hbm" is the
+        engine's own prefix cache. recomputed_tokens: prompt tokens that were. After a preemption
+        before the first token, both tell of the last admission: of what the first token cost.
+    """
+
+    prompt_tokens: int
+    hit_tokens: Mapping[str, int]
+    recomputed_tokens: int
+    preemptions: int
+    submitted: float
+    first_token: float | None
+    last_token: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The end of a request. reason: "stop", "length" or "abort"."""
+
+    reason: str
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One event of a request: a token, its end, or both."""
+
+    request_id: str
+    token: int | None
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A whole answer. tokens: the output only, the prompt not included."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    finish: Finish
+
+
+class Phase(enum.Enum):
+    """Where a request stands."""
+
+    WAITING = enum.auto()
+    LOADING = enum.auto()
+    RUNNING = enum.auto()
+    ENDED = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """The engine's state of one request.
+
+    computed: tokens whose KV lies in `blocks`, from the first. loading: tokens asked of the
+    connector, beyond them. keys: of the whole blocks of all tokens so far; the first `published`
+    of them are in the prefix cache. matched: the connector knows of the request.
+    """
+
+    request_id: str
+    sampling: Sampling
+    identity: object | None
+    prompt_tokens: int
+    block_tokens: int
+    submitted: float
+    phase: Phase = Phase.WAITING
+    matched: bool = False
+    count: int = 0
+    computed: int = 0
+    loading: int = 0
+    published: int = 0
+    preemptions: int = 0
+    blocks: list[int] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
+    hits: dict[str, int] = field(default_factory=dict)
+    first_token: float | None = None
+    last_token: float | None = None
+    _tokens: NDArray[np.int32] = field(init=False)
+    _root: bytes = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tokens = np.zeros(self.prompt_tokens + self.sampling.max_tokens, np.int32)
+        self._root = root_key(self.identity)
+
+    @property
+    def tokens(self) -> NDArray[np.int32]:
+        """Prompt and output so far, int32 [count]."""
+        return self._tokens[: self.count]
+
+    @property
+    def generated(self) -> int:
+        """Output tokens so far."""
+        return self.count - self.prompt_tokens
+
+    def append(self, tokens: NDArray[np.int32]) -> None:
+        """Add tokens at the end, and the keys of the blocks that they fill."""
+        self._tokens[self.count : self.count + len(tokens)] = tokens
+        self.count += len(tokens)
+        parent = self.keys[-1] if self.keys else self._root
+        fresh = self.tokens[len(self.keys) * self.block_tokens :]
+        self.keys += chain_keys(parent, fresh, self.block_tokens)
+
+    def accept(self, token: int, now: float) -> str | None:
+        """Append an output token; return why it is the last one, if it is."""
+        self.append(np.array([token], np.int32))
+        self.last_token = now
+        if self.first_token is None:
+            self.first_token = now
+        if token in self.sampling.stop:
+            return "stop"
+        return "length" if self.generated == self.sampling.max_tokens else None
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that the first `tokens` tokens occupy."""
+        return -(-tokens // self.block_tokens)
+
+    def stats(self) -> Stats:
+        """Return what the request met with so far."""
+        hits = {tier: tokens for tier, tokens in self.hits.items() if tokens}
+        return Stats(
+            prompt_tokens=self.prompt_tokens,
+            hit_tokens=hits,
+            recomputed_tokens=self.prompt_tokens - sum(hits.values()),
+            preemptions=self.preemptions,
+            submitted=self.submitted,
+            first_token=self.first_token,
+            last_token=self.last_token,
+        )
