@@ -32,9 +32,7 @@ def parse_bytes(text: str) -> int:
     """
     number, unit = _split(text, "size", "8GiB")
     if unit not in _BYTES:
-        raise ConfigError(
-            f"size {text!r} has no known unit; write it like 8GiB, 512MiB or 500MB"
-        )
+        raise ConfigError(f"size {text!r} has no known unit; write it like 8GiB, 512MiB or 500MB")
     value = int(number * _BYTES[unit])
     if not 1 <= value <= _MAX_BYTES:
         raise ConfigError(f"size {text!r} is out of range; between 1B and 1EiB is possible")
