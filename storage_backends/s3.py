@@ -5,8 +5,8 @@ are the record's header, so one ranged GET of them tells what the object is and 
 whole; no user metadata and no conditional PUT is needed. A PUT is atomic in S3: a record is
 there whole or not at all.
 
-A record is read in ranges of 4 MiB. The first brings the header; the others start as soon as the
-header is there, each tied to the same version of the object by its ETag.
+A record is read in ranges of about 4 MiB. The first brings the header; the others start as soon
+as the header is there, each tied to the same version of the object by its ETag.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ T = TypeVar("T")
 A = TypeVar("A")
 _log = logging.getLogger("kvtier")
 
-_RANGE: Final = 4 << 20  # payload bytes a GET
+_RANGE: Final = 4 << 20  # payload bytes a GET; a request costs about what 1 MiB of payload does,
+_TAIL: Final = 2 << 20  # so that a rest of less than this joins the range before it
 _PIECE: Final = 256 << 10  # bytes a readinto: the client library copies a piece under the GIL
 _IN_FLIGHT: Final = 16  # requests of this process at once, and connections kept
 _SLOWEST: Final = 4.0  # read timeouts that the body of one range may take
@@ -184,15 +185,18 @@ class S3Store:
     def _lead(self, job: _Job) -> Header:
         """Read header and first range of a record, and set its other ranges going."""
         name, into, others = job
-        header, etag, body = self._begin(name, HEADER_BYTES + min(len(into), _RANGE))
+        first = _stop(0, len(into))
+        header, etag, body = self._begin(name, HEADER_BYTES + first)
         with closing(body):
             size = header.stored_bytes
             if size > len(into):
                 raise BrokenError(f"the buffer has {len(into)} bytes, the record {size}")
-            for start in range(_RANGE, size, _RANGE):
-                rest = into[start : min(start + _RANGE, size)]
+            start = first
+            while start < size:
+                rest = into[start : (stop := _stop(start, size))]
                 others.append(self._pool.submit(self._follow, name, etag, start, rest))
-            self._fill(body, into[: min(_RANGE, size)])
+                start = stop
+            self._fill(body, into[: min(first, size)])
         return header
 
     def _follow(self, name: RecordId, etag: str, start: int, into: memoryview) -> None:
@@ -332,6 +336,10 @@ class _Job(NamedTuple):
     name: RecordId
     into: memoryview
     others: list[Future[None]]
+
+
+def _stop(start: int, size: int) -> int:
+    return size if size - start < _RANGE + _TAIL else start + _RANGE
 
 
 def _in_order(call: Callable[[A], T], items: Iterable[A]) -> list[T]:

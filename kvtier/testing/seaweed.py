@@ -28,7 +28,7 @@ from kvtier.errors import ConfigError, Unavailable
 __all__ = ["SeaweedServer", "Traffic"]
 
 _READY_SECONDS: Final = 30.0
-_STOP_SECONDS: Final = 5.0
+_STOP_SECONDS: Final = 1.0  # its data goes with it: an orderly end is a courtesy
 _GRPC: Final = 10_000  # each port of SeaweedFS takes a second one, this much higher
 _LOW_PORTS: Final = (11_000, 22_000)  # with _GRPC added, still below the ephemeral ones
 _TRIES: Final = 3
@@ -89,6 +89,7 @@ class SeaweedServer:
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
             "AWS_EC2_METADATA_DISABLED": "true",
+            "NO_PROXY": "127.0.0.1",
         }
 
     def client(self) -> Any:
@@ -104,6 +105,7 @@ class SeaweedServer:
                 aws_access_key_id=self.access_key,
                 aws_secret_access_key=self.secret_key,
                 config=Config(
+                    proxies={},
                     s3={"addressing_style": "path"},
                     retries={"total_max_attempts": 1},
                     connect_timeout=2.0,
@@ -186,8 +188,9 @@ class SeaweedServer:
             *("-metricsIp=127.0.0.1", f"-metricsPort={self._metrics}", "-master.telemetry=false"),
             *("-volume.max=400", "-master.volumeSizeLimitMB=1024", "-volume.preStopSeconds=0"),
         ]
-        # A bucket is given volumes seven at a time unless told otherwise.
-        env = {**os.environ, "WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
+        # It would take credentials of this process's environment for its own.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+        env["WEED_MASTER_VOLUME_GROWTH_COPY_1"] = "1"  # or each bucket gets seven volumes at once
         with (folder / "output").open("wb") as output:
             self._process = subprocess.Popen(  # noqa: S603  (our own command)
                 [sys.executable, "-ISc", _WITH_PARENT, str(os.getpid()), *command],
@@ -203,7 +206,7 @@ class SeaweedServer:
 
         give_up = time.monotonic() + _READY_SECONDS
         probe = {"Bucket": "kvtier-ready", "Key": "probe"}
-        process = self._process
+        process, said = self._process, "no answer"
         while process is not None and process.poll() is None and time.monotonic() < give_up:
             try:
                 with contextlib.suppress(self.client().exceptions.BucketAlreadyOwnedByYou):
@@ -211,11 +214,10 @@ class SeaweedServer:
                 self.client().put_object(**probe, Body=b"ready")
                 self.client().get_object(**probe)["Body"].read()
                 return
-            except (BotoCoreError, ClientError):
+            except (BotoCoreError, ClientError) as error:
+                said = str(error)
                 time.sleep(0.05)
-        raise Unavailable(
-            f"SeaweedFS did not come up within {_READY_SECONDS:.0f} s: {self._last()}"
-        )
+        raise Unavailable(f"SeaweedFS did not come up: {said}; its log ends: {self._last()}")
 
     def _last(self) -> str:
         output = Path(self._folder.name if self._folder else ".", "output")
