@@ -1,0 +1,71 @@
+"""Records whose bytes follow from their names, so that any reader can tell what it should get."""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from typing import Final
+
+import numpy as np
+
+from kvtier.identity.record import Header, Part, RecordId, checksum
+from kvtier.tiers.store import Read, Status, Store, Write
+
+__all__ = ["NAMESPACE", "aligned", "fetch", "is_exact", "make_record", "payload"]
+
+NAMESPACE: Final = hashlib.sha256(b"kvtier.testing").digest()
+_POISON: Final = 0xAB
+
+
+def aligned(size: int) -> memoryview:
+    """Return `size` bytes of zeroed memory that begins at a page."""
+    return memoryview(mmap.mmap(-1, max(1, size)))[:size]
+
+
+def payload(key: bytes, size: int, version: int = 0) -> memoryview:
+    """Return the bytes that a record of this key, size and version has. Page-aligned."""
+    data = aligned(size)
+    seed = int.from_bytes(key[:8], "little") + version
+    data[:] = np.random.default_rng(seed).bytes(size)
+    return data
+
+
+def make_record(
+    number: int,
+    size: int,
+    *,
+    version: int = 0,
+    namespace: bytes = NAMESPACE,
+    part: Part | None = None,
+) -> Write:
+    """Return record `number` of a namespace, `size` bytes; a version has bytes of its own."""
+    key = hashlib.sha256(namespace + number.to_bytes(8, "little")).digest()
+    data = payload(key, size, version)
+    total = checksum(data)
+    header = Header(
+        namespace=namespace,
+        key=key,
+        parent=hashlib.sha256(b"parent" + key).digest(),
+        depth=number,
+        part=part or Part(),
+        raw_bytes=size,
+        stored_bytes=size,
+        raw_sum=total,
+        stored_sum=total,
+    )
+    return Write(header, data)
+
+
+def fetch(store: Store, name: RecordId, size: int) -> tuple[Read, memoryview]:
+    """Read one record into a poisoned buffer of `size` bytes."""
+    buffer = aligned(size)
+    buffer[:] = bytes([_POISON]) * size
+    (read,) = store.read_many([name], [buffer])
+    return read, buffer
+
+
+def is_exact(read: Read, buffer: memoryview) -> bool:
+    """Say whether a read gave the bytes that its header promises, as a Tier checks it."""
+    if read.status is not Status.OK or read.header is None:
+        return False
+    return checksum(buffer[: read.header.stored_bytes]) == read.header.stored_sum
