@@ -27,7 +27,7 @@ FLOORS = [
     "tiers",
     "device",
     "catalog",
-    "copyplan copier transfer config cache __init__",
+    "copyplan copier transfer prefix flow config opening cache __init__",
     "connectors",
     "daemon",
     "engine planning bench testing cli __main__",
@@ -38,7 +38,8 @@ GROUND = FLOORS[0].split()
 SEES_ONLY = {
     "storage_backends": ["storage_backends", "tiers.store", "identity.record", *GROUND],
     "connectors": [
-        *("connectors", "config", "cache", "copyplan", "transfer", "copier", "identity", "device"),
+        *("connectors", "config", "cache", "prefix", "copyplan", "transfer", "copier"),
+        *("identity", "device"),
         *GROUND,
     ],
     "engine": ["engine", "connectors.base", *GROUND],
@@ -153,7 +154,7 @@ def allowed(unit: str, target: list[str]) -> bool:
         return any(f"{name}.".startswith(f"{seen}.") for seen in SEES_ONLY[unit])
     if target[0] == "storage_backends":  # by entry point only: a built-in store is a plug-in
         return unit == "testing"
-    return FLOOR[target[0]] <= FLOOR[unit]
+    return FLOOR[target[0]] <= FLOOR.get(unit, -1)  # no floor yet: the test above says so
 
 
 def test_every_module_has_its_floor():
