@@ -252,8 +252,7 @@ class Cache:
         if isinstance(issued, Lease):
             self._catalog.settle(issued)
             return
-        saved = [Saved(part, slot, ok) for part, slot in issued]
-        self._flow.spawn(self._moves.publish(saved))
+        self._moves.saved([Saved(part, slot, ok) for part, slot in issued])
 
     def loaded(self, match: Match, tiers: Mapping[str, int], first: int) -> None:
         """Count the tokens that an engine took from chunks [first, ...), by tier.

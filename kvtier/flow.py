@@ -6,6 +6,7 @@ Each multi-step move is one coroutine that reads from top to bottom.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -64,30 +65,26 @@ class Moves:
         self._shared = {n: t for n, t in tiers.items() if t.store.capabilities.shared}
         self._probe = Probe(clock)
         self._hashing = IoPool("hash", _HASH_THREADS)
-        self._published: asyncio.Queue[list[Saved]] | None = None
-        self._publisher: asyncio.Task[None] | None = None
-        self._busy = 0
+        self._saved: deque[list[Saved]] = deque()
+        self._publishing = asyncio.Lock()
 
     # ---- save
 
-    async def publish(self, saved: list[Saved]) -> None:
-        """Seal and commit parts, in order, then offer them to the slower tiers.
+    def saved(self, saved: list[Saved]) -> None:
+        """Take parts whose copies have ended, in order. Never blocks; from any thread."""
+        self._saved.append(saved)
+        self._flow.spawn(self._publish())
 
-        One task does this for all, in the order of the calls, so that a child never comes
-        before its parent.
+    async def _publish(self) -> None:
+        """Seal and commit parts, then offer them to the slower tiers.
+
+        One task at a time does it, in the order in which they were saved, so that a child never
+        comes before its parent.
         """
-        if self._published is None:
-            self._published = asyncio.Queue()
-            self._publisher = asyncio.create_task(self._publish_all(self._published))
-        self._busy += 1
-        self._published.put_nowait(saved)
-
-    async def _publish_all(self, queue: asyncio.Queue[list[Saved]]) -> None:
-        while True:
-            names = [one.part.name for one in await queue.get() if await self._commit(one)]
-            self.offer(names)
-            self._busy -= 1
-            queue.task_done()
+        async with self._publishing:
+            while self._saved:
+                parts = self._saved.popleft()
+                self.offer([one.part.name for one in parts if await self._commit(one)])
 
     async def _commit(self, one: Saved) -> bool:
         name, slot = one.part.name, one.slot
@@ -114,8 +111,7 @@ class Moves:
 
     async def drained(self) -> None:
         """Return when all that was saved has been published and written down."""
-        if self._published is not None:
-            await self._published.join()
+        await self._publish()
         for spiller in self._spillers.values():
             await spiller.drained()
 

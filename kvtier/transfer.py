@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,6 +19,7 @@ from kvtier.seams import CancelledError, Future
 
 __all__ = ["CopyResult", "CopyStatus", "CopyTransfer", "FetchTransfer"]
 
+_log = logging.getLogger("kvtier")
 _POLL_SECONDS: Final = 0.0005  # a CUDA event has no callback, so awaiting one means asking
 
 
@@ -100,6 +102,9 @@ class FetchTransfer:
         try:
             return self._running.result(timeout)
         except (TimeoutError, CancelledError):
+            return None
+        except Exception:  # noqa: BLE001  (a bug of ours must not end the engine: P2)
+            _log.exception("a fetch failed; it counts as a miss")
             return None
 
     def abandon(self) -> None:

@@ -8,7 +8,7 @@ publish. Nothing is visible before its bytes are whole, and nothing held is ever
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtier.catalog.index import DRAM, NO_ROW
@@ -243,6 +243,28 @@ class Catalog:
 
     # ---- slower tiers
 
+    def capacity(self, tier: int) -> int | None:
+        """Return a tier's budget in bytes; None for unbounded."""
+        return self._shelves[tier].capacity
+
+    def missing_chain(
+        self, name: RecordId, tier: int, queued: Container[RecordId]
+    ) -> list[RecordId]:
+        """Return a part and its ancestors that a tier lacks and DRAM has, deepest first.
+
+        Ends at the first ancestor that the tier has, that is queued for it, or that DRAM has not.
+        """
+        with self._lock:
+            index = self._index
+            names: list[RecordId] = []
+            row = index.find(name)
+            while self._room.in_dram(row) and not index.present[row] & 1 << tier:
+                if index.names[row] in queued:
+                    break
+                names.append(index.names[row])
+                row = index.parent[row]
+            return names
+
     def hold_for_spill(self, name: RecordId, tier: int) -> int:
         """Hold a part in DRAM that a tier lacks, for writing it; NO_ROW when there is none."""
         with self._lock:
@@ -289,13 +311,17 @@ class Catalog:
         with self._lock:
             self._room.leave(row, tier)
 
-    def evict(self, tier: int, nbytes: int, *, at_least: int = 0) -> list[Victim]:
+    def evict(
+        self, tier: int, nbytes: int, *, at_least: int = 0, below: Sequence[int] = ()
+    ) -> list[Victim]:
         """Take leaves out of a slower tier until `nbytes` more fit its budget.
 
-        at_least: parts that must leave even if the budget has room. The caller deletes them from
-        the Store; they can no longer be matched there.
+        at_least: parts that must leave even if the budget has room. below: rows for which the
+        room is made; none of their ancestors leaves. The caller deletes the victims from the
+        Store; they can no longer be matched there.
         """
         with self._lock:
+            kept = self._room.hold_ancestors(below)
             shelf = self._shelves[tier]
             victims: list[Victim] = []
             while len(victims) < at_least or (
@@ -307,6 +333,7 @@ class Catalog:
                 victims.append(Victim(row, self._index.names[row]))
                 self._room.leave(row, tier)
                 self._metrics.add("evicted_parts", tier=shelf.name)
+            self._room.unhold(kept)
             return victims
 
     def clear(self, tier: int) -> list[Victim]:

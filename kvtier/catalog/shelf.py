@@ -104,6 +104,17 @@ class Room:
             self.index.hold(row, 1)
         return rows
 
+    def hold_ancestors(self, rows: Iterable[int]) -> list[int]:
+        """Hold the rows above `rows`, each once, and return them."""
+        held: dict[int, None] = {}
+        for row in rows:
+            above = self.index.parent[row]
+            while above != NO_ROW and above not in held:
+                held[above] = None
+                self.index.hold(above, 1)
+                above = self.index.parent[above]
+        return list(held)
+
     def unhold(self, rows: Iterable[int]) -> None:
         """Give holds back, and forget rows that nothing needs any more."""
         for row in rows:

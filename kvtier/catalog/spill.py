@@ -22,7 +22,7 @@ from kvtier.tiers.tier import Tier
 __all__ = ["Spiller"]
 
 _NO_PARENT: Final = bytes(KEY_BYTES)
-_BATCH_PARTS: Final = 64
+_BATCH_BYTES: Final = 64 << 20
 _FULL_TRIES: Final = 8
 _SEEN_NAMES: Final = 1 << 16
 
@@ -52,6 +52,7 @@ class Spiller:
         self._namespace = namespace
         self._metrics = metrics
         self._queue: deque[_Job] = deque()
+        self._queued: dict[RecordId, None] = {}
         self._queued_bytes = 0
         self._seen: dict[RecordId, None] = {}
         self._task: asyncio.Task[None] | None = None
@@ -61,7 +62,10 @@ class Spiller:
         for name in names:
             if self._tier.admission == "second-touch" and not self._touched(name):
                 continue
-            self._enqueue(name)
+            chain = self._catalog.missing_chain(name, self._number, self._queued)
+            for missing in reversed(chain):
+                if not self._enqueue(missing):
+                    return  # its descendants would be headless there
         if self._queue and self._task is None:
             self._task = asyncio.create_task(self._drain(), name=f"spill-{self._tier.name}")
 
@@ -79,17 +83,16 @@ class Spiller:
         self._seen[name] = None
         return False
 
-    def _enqueue(self, name: RecordId) -> None:
+    def _enqueue(self, name: RecordId) -> bool:
+        """Hold a part and queue it; False when it must not be, and nor must its descendants."""
         row = self._catalog.hold_for_spill(name, self._number)
         if row == NO_ROW:
-            return
+            return True  # written, or gone, since the chain was read
         _, parent, depth, slot, nbytes, raw_sum = self._catalog.describe(row)
         if self._queued_bytes + nbytes > max(self._arena.nbytes // 2, nbytes):
             self._catalog.release_rows((row,))
             self._metrics.add("dropped_spills", tier=self._tier.name, reason="queue")
-            return
-        if parent is not None:
-            self._enqueue(parent)  # a no-op where the tier has it, or DRAM does not
+            return False
         key, part = split_record_id(name)
         header = Header(
             namespace=self._namespace,
@@ -104,20 +107,32 @@ class Spiller:
         )
         write = Write(header, self._arena.view(slot.offset, slot.nbytes))
         self._queue.append(_Job(row, Part(name, parent, depth, nbytes), write))
+        self._queued[name] = None
         self._queued_bytes += nbytes
+        return True
 
     async def _drain(self) -> None:
         try:
             while self._queue:
-                count = min(len(self._queue), _BATCH_PARTS)
-                jobs = [self._queue.popleft() for _ in range(count)]
+                jobs = self._batch()
                 try:
                     await self._write(jobs)
                 finally:
-                    self._queued_bytes -= sum(job.part.nbytes for job in jobs)
+                    for job in jobs:
+                        self._queued_bytes -= job.part.nbytes
+                        del self._queued[job.part.name]
                     self._catalog.release_rows(job.row for job in jobs)
         finally:
             self._task = None
+
+    def _batch(self) -> list[_Job]:
+        """Take the next jobs off the queue: a fraction of the budget, or room would cost all."""
+        capacity = self._catalog.capacity(self._number)
+        left = _BATCH_BYTES if capacity is None else min(_BATCH_BYTES, capacity // 8)
+        jobs = [self._queue.popleft()]
+        while self._queue and (left := left - jobs[-1].part.nbytes) > self._queue[0].part.nbytes:
+            jobs.append(self._queue.popleft())
+        return jobs
 
     async def _write(self, jobs: list[_Job]) -> None:
         """Write jobs, making room as the tier asks for it; what still fails is dropped."""
@@ -125,7 +140,7 @@ class Spiller:
         room = sum(footprint(job.part.nbytes) for job in jobs)
         extra = 0
         for _ in range(_FULL_TRIES):
-            await self._make_room(room, extra)
+            await self._make_room(jobs, room, extra)
             full = [
                 job
                 for job, status in zip(jobs, await self._send(jobs), strict=True)
@@ -156,7 +171,8 @@ class Spiller:
         )
         return [status for run in outcomes for status in run]
 
-    async def _make_room(self, nbytes: int, extra: int) -> None:
-        victims = self._catalog.evict(self._number, nbytes, at_least=extra)
+    async def _make_room(self, jobs: list[_Job], nbytes: int, extra: int) -> None:
+        rows = [job.row for job in jobs]
+        victims = self._catalog.evict(self._number, nbytes, at_least=extra, below=rows)
         if victims:
             await self._tier.delete([victim.name for victim in victims])
