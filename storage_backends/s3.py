@@ -259,6 +259,8 @@ class S3Store:
     def _put(self, record: Write) -> None:
         header, data = record
         size = header.stored_bytes
+        if len(data) < size:
+            raise BrokenError(f"there are {len(data)} bytes for a record of {size}")
         if size > _LOOK_FIRST and self._has(header):
             return
         # One buffer and one send: a body in two parts would cost a copy per 16 KiB under the GIL.

@@ -99,10 +99,14 @@ class Settings(NamedTuple):
 
 def parse_endpoint(text: str) -> str:
     """Return a checked URL of a service. Raises ConfigError."""
-    url = urlsplit(text)
-    if url.username is not None or url.password is not None:
-        raise ConfigError(f"the endpoint must not hold credentials; {CREDENTIALS}")
-    if url.scheme not in ("http", "https") or not url.hostname or url.query or url.path.strip("/"):
+    if "@" in text:  # and the message must not repeat it
+        raise ConfigError(f"credentials do not belong in a URL; {CREDENTIALS}")
+    try:
+        url = urlsplit(text)
+        sound = url.port != 0 and url.scheme in ("http", "https") and bool(url.hostname)
+    except ValueError:
+        sound = False
+    if not sound or url.query or url.path.strip("/"):
         raise ConfigError(f"{text!r} is not an endpoint; write it like https://host:port")
     return text.rstrip("/")
 
@@ -117,9 +121,9 @@ def parse_timeout(text: str) -> float:
 
 def parse_location(location: str) -> Place:
     """Read ``//bucket/prefix``. Raises ConfigError, which never repeats a password."""
-    bucket, _, prefix = location.removeprefix("//").partition("/")
-    if "@" in bucket:  # and the message must not repeat it
+    if "@" in location:
         raise ConfigError(f"credentials do not belong in a URL; {CREDENTIALS}")
+    bucket, _, prefix = location.removeprefix("//").partition("/")
     if not location.startswith("//") or not _BUCKET.fullmatch(bucket):
         raise ConfigError(f"{location!r} names no bucket; write the tier like s3://bucket/prefix")
     if not _PREFIX.fullmatch(prefix):
@@ -159,10 +163,11 @@ def connect(settings: Settings, connections: int) -> Any:
             ),
         )
 
-    client = build(sign_payload=False)
-    # The environment may name an endpoint too, so the client is asked. Where TLS does not guard
-    # the payload, its signature must.
-    if not client.meta.endpoint_url.startswith("https:"):
+    # Where TLS does not guard the payload, its signature must.
+    plain = endpoint.startswith("http:")
+    client = build(sign_payload=plain)
+    # The environment may name an endpoint too: only the client knows which.
+    if not plain and not client.meta.endpoint_url.startswith("https:"):
         client = build(sign_payload=True)
     return client
 
@@ -238,6 +243,8 @@ def explain(error: Exception, settings: Settings | None = None) -> str:
         remedy = f"check {here} for a typing error, and that this host can reach it"
     elif name == "ResponseParserError":
         remedy = "what answers there is not an S3 service: check the endpoint"
+    elif name == "SSLError":
+        remedy = "name the authority that signed its certificate by AWS_CA_BUNDLE"
     elif "Region" in name:
         remedy = "name a region like region=eu-central-1"
     return f"{cause}; {remedy}" if remedy else cause

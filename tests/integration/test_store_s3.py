@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+import itertools
 import shutil
 import signal
 import socket
@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError, Unavailable
-from kvtier.identity.record import HEADER_BYTES, Header, Part, checksum
+from kvtier.identity.record import HEADER_BYTES, checksum
 from kvtier.storage_backends.s3 import S3Store
 from kvtier.testing.proxy import DelayProxy, Fault
+from kvtier.testing.records import make_record
+from kvtier.testing.store_suite import StoreSuite
 from kvtier.tiers.store import Read, Status, Write
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
@@ -26,26 +28,6 @@ CONNECT, READ = 0.3, 0.5
 ATTEMPTS, BACKOFF = 2, 1.0
 DEADLINE = ATTEMPTS * (CONNECT + READ) + BACKOFF + 0.5  # of one request that nobody answers
 MIB = 1 << 20
-
-
-def record(number: int, size: int) -> Write:
-    dice = random.Random(f"{number} {size}")
-    data = dice.randbytes(size)
-    total = checksum(data)
-    return Write(
-        Header(
-            namespace=b"n" * 32,
-            key=dice.randbytes(32),
-            parent=b"p" * 32,
-            depth=number,
-            part=Part(0, 1, 2),
-            raw_bytes=size,
-            stored_bytes=size,
-            raw_sum=total,
-            stored_sum=total,
-        ),
-        memoryview(data),
-    )
 
 
 def read(store: S3Store, *records: Write) -> tuple[list[Read], list[memoryview]]:
@@ -109,12 +91,38 @@ class Objects:
         return [each["Key"] for each in answer.get("Contents", ())]
 
 
+class TestContract(StoreSuite):
+    """The contract that all stores keep."""
+
+    numbers = itertools.count()
+
+    @pytest.fixture(autouse=True)
+    def _at(self, s3_server, s3_bucket, s3_credentials):
+        self.server = s3_server
+        self.location = f"//{s3_bucket}/contract-{next(self.numbers)}"
+
+    def open_store(self) -> S3Store:
+        return S3Store.open(self.location, self.capacity, {"endpoint": self.server.endpoint})
+
+    reopen = open_store
+
+    def raw_corrupt(self, record: Write, how: str) -> bool:
+        objects = Objects(self.server.client(), self.location)
+        body = bytearray(objects.get(record))
+        if how == "truncate":
+            del body[-1000:]
+        else:
+            body[{"header": 60, "payload": HEADER_BYTES + 60}[how]] ^= 1
+        objects.put(record, bytes(body))
+        return True
+
+
 # ------------------------------------------------------------------------------- what is stored
 
 
 @pytest.mark.parametrize("size", [0, 1, 4 * MIB, 6 * MIB - 1, 6 * MIB, 13 * MIB + 7])
 def test_any_size_comes_back_the_same(store, objects, size):
-    each = record(1, size)
+    each = make_record(1, size)
     assert store.write_many([each]) == [Status.OK]
     assert objects.get(each) == each.header.pack() + each.data
     ((status, header),), (buffer,) = read(store, each)
@@ -122,7 +130,7 @@ def test_any_size_comes_back_the_same(store, objects, size):
 
 
 def test_a_larger_buffer_is_filled_from_its_start(store):
-    each = record(1, 5 * MIB)
+    each = make_record(1, 5 * MIB)
     store.write_many([each])
     buffer = memoryview(bytearray(b"x" * (9 * MIB)))
     assert store.read_many([each.header.id], [buffer]) == [Read(Status.OK, each.header)]
@@ -130,7 +138,7 @@ def test_a_larger_buffer_is_filled_from_its_start(store):
 
 
 def test_a_smaller_buffer_fails(store):
-    each = record(1, 1000)
+    each = make_record(1, 1000)
     store.write_many([each])
     assert (
         store.read_many([each.header.id], [memoryview(bytearray(999))])[0].status is Status.FAILED
@@ -138,29 +146,29 @@ def test_a_smaller_buffer_fails(store):
 
 
 def test_padding_is_not_stored(store, objects):
-    each = record(1, 1000)
+    each = make_record(1, 1000)
     assert store.write_many([Write(each.header, memoryview(bytes(each.data) + b"pad"))])
     assert objects.get(each) == each.header.pack() + each.data
 
 
 def test_scan_is_oldest_first_and_passes_over_what_is_no_record(store, objects):
-    first, second = record(1, 10), record(0, 10)
+    first, second = make_record(1, 10), make_record(0, 10)
     store.write_many([first])
     time.sleep(1.1)  # the server dates objects by the second
     store.write_many([second])
-    objects.put(record(5, 10), b"short")
+    objects.put(make_record(5, 10), b"short")
     objects.client.put_object(Bucket=objects.bucket, Key=f"{objects.prefix}/notes.txt", Body=b"x")
     assert list(store.scan()) == [first.header, second.header]
 
 
 def test_a_prefix_does_not_see_its_neighbour(s3_server, opened, s3_location):
     one, other = (opened(s3_server.endpoint, s3_location + tail) for tail in ("", "-neighbour"))
-    other.write_many([record(1, 10)])
+    other.write_many([make_record(1, 10)])
     assert list(one.scan()) == []
 
 
 def test_the_same_record_is_not_sent_twice(store, s3_server):
-    large = record(1, 2 * MIB)
+    large = make_record(1, 2 * MIB)
     changed = Write(large.header, large.data)
     store.write_many([large])
     before = s3_server.traffic()
@@ -173,7 +181,7 @@ def test_the_same_record_is_not_sent_twice(store, s3_server):
 
 
 def test_the_server_counts_what_the_client_reads(store, s3_server):
-    records = [record(number, size) for number, size in enumerate((100, 5 * MIB, 13 * MIB))]
+    records = [make_record(number, size) for number, size in enumerate((100, 5 * MIB, 13 * MIB))]
     store.write_many(records)
     before = s3_server.traffic()
     assert statuses(store, *records) == [Status.OK] * 3
@@ -228,7 +236,7 @@ def _runs(pid: int) -> bool:
 )
 @pytest.mark.parametrize("size", [10_000, 13 * MIB])
 def test_a_wrong_object_is_corrupt_and_nowhere_listed(store, objects, damage, size):
-    each, other, sound = record(1, size), record(2, size), record(3, 10)
+    each, other, sound = make_record(1, size), make_record(2, size), make_record(3, 10)
     store.write_many([each, sound])
     foreign = other.header.pack() + other.data
     objects.put(each, damage(objects.get(each), foreign))
@@ -242,14 +250,14 @@ def test_a_wrong_object_is_corrupt_and_nowhere_listed(store, objects, damage, si
 
 
 def test_scan_leaves_out_what_lies_under_a_wrong_name(store, objects):
-    each, other = record(1, 100), record(2, 100)
+    each, other = make_record(1, 100), make_record(2, 100)
     objects.put(each, other.header.pack() + other.data)
     assert list(store.scan()) == []
 
 
 def test_a_record_replaced_while_it_is_read_never_mixes(store, objects):
-    old, new = record(1, 12 * MIB), b"\xaa" * (12 * MIB)
-    fresh = Write(Header(**{**_fields(old.header), "stored_sum": checksum(new)}), memoryview(new))
+    old = make_record(1, 12 * MIB)
+    fresh = make_record(1, 12 * MIB, version=1)
     store.write_many([old])
     stop = threading.Event()
 
@@ -268,10 +276,6 @@ def test_a_record_replaced_while_it_is_read_never_mixes(store, objects):
     finally:
         stop.set()
         writer.join()
-
-
-def _fields(header: Header) -> dict[str, object]:
-    return {name: getattr(header, name) for name in header.__dataclass_fields__}
 
 
 # ----------------------------------------------------------------------------- what is refused
@@ -329,6 +333,7 @@ def test_a_malformed_region(s3_location):
     ("location", "options"),
     [
         ("//user:hunter2@bucket/prefix", {}),
+        ("//user:hunter2/and/more@bucket/prefix", {}),
         ("//bucket/prefix", {"secret_key": "hunter2"}),
         ("//bucket/prefix", {"aws_access_key_id": "hunter2"}),
     ],
@@ -345,11 +350,18 @@ def test_a_malformed_location_is_refused(location):
         S3Store.open(location, None, {})
 
 
+@pytest.mark.parametrize("text", ["https://u:hunter2@host", "u:hunter2@host"])
+def test_a_secret_in_the_endpoint_is_refused_and_not_repeated(text):
+    with pytest.raises(ConfigError, match="do not belong in a URL") as refused:
+        S3Store.OPTIONS["endpoint"].parse(text)
+    assert "hunter2" not in str(refused.value)
+
+
 @pytest.mark.parametrize(
-    "text", ["localhost:80", "ftp://host", "https://", "https://u:p@host", "https://host/path"]
+    "text", ["host:80", "ftp://host", "https://", "https://h:x", "http://[::1", "https://host/path"]
 )
 def test_a_malformed_endpoint_is_refused(text):
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="write it like"):
         S3Store.OPTIONS["endpoint"].parse(text)
 
 
@@ -382,7 +394,7 @@ ONE = [Fault.RESET, Fault.SHORT]
 @pytest.mark.parametrize("size", [10_000, 13 * MIB])
 @pytest.mark.parametrize("fault", [*WHOLE, *ONE, Fault.XML_ERROR])
 def test_a_failed_get_is_never_a_hit_and_returns_in_time(proxy, opened, fault, size):
-    store, each = opened(proxy.endpoint), record(1, size)
+    store, each = opened(proxy.endpoint), make_record(1, size)
     assert store.write_many([each]) == [Status.OK]
     proxy.inject(fault, "GET")
     began = time.monotonic()
@@ -398,7 +410,7 @@ def test_a_failed_get_is_never_a_hit_and_returns_in_time(proxy, opened, fault, s
 
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.UNAVAILABLE, Fault.DENIED])
 def test_a_failed_put_is_never_visible(proxy, opened, objects, fault):
-    store, each = opened(proxy.endpoint), record(1, 3 * MIB)
+    store, each = opened(proxy.endpoint), make_record(1, 3 * MIB)
     proxy.inject(fault, "PUT")
     for _ in range(2):
         began = time.monotonic()
@@ -413,7 +425,7 @@ def test_a_failed_put_is_never_visible(proxy, opened, objects, fault):
 
 def test_one_bad_record_does_not_spoil_the_others(proxy, opened):
     store = opened(proxy.endpoint)
-    records = [record(number, 50_000) for number in range(4)]
+    records = [make_record(number, 50_000) for number in range(4)]
     store.write_many(records)
     proxy.inject(Fault.SHORT, records[2].header.key.hex())
     expected = [Status.OK, Status.OK, Status.FAILED, Status.OK]
@@ -430,7 +442,7 @@ def test_a_storm_of_503_is_not_answered_with_a_storm_of_retries(proxy, opened):
     before = proxy.requests
     for _ in range(3):
         with pytest.raises(Unavailable, match="SlowDown"):
-            store.contains_many([record(1, 10).header.id])
+            store.contains_many([make_record(1, 10).header.id])
     assert proxy.requests - before <= 3 * ATTEMPTS
 
 
@@ -439,9 +451,9 @@ def test_a_batch_waits_for_a_dead_server_once(proxy, opened):
     proxy.inject(Fault.HANG)
     began = time.monotonic()
     with pytest.raises(Unavailable):
-        store.contains_many([record(number, 10).header.id for number in range(200)])
+        store.contains_many([make_record(number, 10).header.id for number in range(200)])
     with pytest.raises(Unavailable):
-        store.write_many([record(number, 10) for number in range(20)])
+        store.write_many([make_record(number, 10) for number in range(20)])
     with pytest.raises(Unavailable):
         list(store.scan())
     assert time.monotonic() - began < 3 * DEADLINE
@@ -451,12 +463,12 @@ def test_a_server_that_is_gone_is_unavailable(s3_server, s3_location, opened):
     with DelayProxy(s3_server.port) as proxy:
         store = opened(proxy.endpoint)
     with pytest.raises(Unavailable):
-        read(store, record(1, 10))
+        read(store, make_record(1, 10))
 
 
 def test_delay_is_latency_and_not_bandwidth(s3_server, opened):
     with DelayProxy(s3_server.port, delay_s=0.1) as proxy:
-        store, each = opened(proxy.endpoint, read_timeout=5.0), record(1, 5 * MIB)
+        store, each = opened(proxy.endpoint, read_timeout=5.0), make_record(1, 5 * MIB)
         store.write_many([each])
         began = time.monotonic()
         assert statuses(store, each) == [Status.OK]
