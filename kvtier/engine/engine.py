@@ -187,7 +187,7 @@ class Engine:
         for request, span in work:
             self._scheduler.computed(request, len(span.tokens))
             if connector is not None:
-                done = request.tokens[: request.computed].copy()
+                done = request.tokens[: request.computed]
                 connector.save(request.request_id, done, span.blocks, request.identity)
             if span.logits:
                 self._accept(request, next(logits), now)
