@@ -28,7 +28,9 @@ _META_BYTES: Final = 152
 _META: Final = struct.Struct("<16xII16xI92xQQ")  # magic, version, page size, last page, txn
 _MAGIC: Final = 0xBEEFC0DE
 _LMDB_VERSION: Final = 1
-_MAX_OPERATIONS: Final = 1024
+_MAX_OPERATIONS: Final = 128
+"""In one transaction. Each may copy a leaf, and the copied pages of two transactions before are not
+free yet. A map that is wholly full does not even take deletions, so this stays far below."""
 
 
 class Entry(NamedTuple):
@@ -125,8 +127,8 @@ class Index:
     def commit(self, operations: Mapping[RecordId, Entry | None]) -> None:
         """Put each entry and remove each name whose entry is None, in order.
 
-        One transaction, unless the map is too full for it: then several smaller ones. After a
-        failure some of them may be in force.
+        In transactions of 128, or of fewer where the map is too full for that. After a failure
+        some of them may be in force.
         """
         todo = list(operations.items())
         done, step = 0, _MAX_OPERATIONS
