@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtier.catalog.index import DRAM, NO_ROW
-from kvtier.catalog.lease import Lease, LeaseState
+from kvtier.catalog.lease import Lease, Leases, LeaseState
 from kvtier.catalog.shelf import Room, Shelf
 from kvtier.clock import Clock
 from kvtier.errors import MisuseError
@@ -48,10 +48,9 @@ class Catalog:
         self._room = Room(arena, shelves, metrics)
         self._index = self._room.index
         self._shelves = self._room.shelves
-        self._clock = clock
         self._metrics = metrics
         self._lock = threading.Lock()
-        self._leases: list[Lease] = []
+        self._leases = Leases(self._room, clock, metrics)
 
     # ---- match
 
@@ -103,19 +102,19 @@ class Catalog:
                 for row in parts:
                     self._index.hold(row, 1)
             sources = (self._shelves[DRAM].name,) * len(rows)
-            return self._new_lease(first, rows, sources, seconds)
+            return self._leases.new(first, rows, sources, seconds, self._end_lease)
 
     def adopt(
         self, first: int, rows: Sequence[tuple[int, ...]], sources: Sequence[str], seconds: float
     ) -> Lease:
         """Turn holds that a fetch took on chunks now in DRAM into a lease."""
         with self._lock:
-            return self._new_lease(first, tuple(rows), tuple(sources), seconds)
+            return self._leases.new(first, tuple(rows), tuple(sources), seconds, self._end_lease)
 
     def issue(self, lease: Lease) -> bool:
         """Note that a CopyPlan of the lease goes out; False when its deadline has passed."""
         with self._lock:
-            self._expire()
+            self._leases.expire()
             if lease.state is not LeaseState.HELD:
                 return False
             lease.plans += 1
@@ -127,14 +126,17 @@ class Catalog:
             if lease.plans < 1:
                 raise MisuseError("a plan settled that was not issued")
             lease.plans -= 1
-            if not lease.plans and lease.state is not LeaseState.HELD:
-                self._drop_holds(lease)
+            self._leases.drop(lease)
 
     def expire(self) -> int:
         """End leases whose deadline has passed; return how many are left."""
         with self._lock:
-            self._expire()
+            self._leases.expire()
             return len(self._leases)
+
+    def _end_lease(self, lease: Lease) -> None:
+        with self._lock:
+            self._leases.end(lease, LeaseState.RELEASED)
 
     # ---- reserve, commit, abort
 
@@ -145,7 +147,7 @@ class Catalog:
         nothing can be evicted. keep: names that must not be evicted for it, its ancestors.
         """
         with self._lock:
-            self._expire()
+            self._leases.expire()
             kept = self._room.hold_names(keep)
             slots: list[Slot] = []
             rows: list[int] = []
@@ -196,7 +198,7 @@ class Catalog:
         another fetch is reading is held and not returned as fresh.
         """
         with self._lock:
-            self._expire()
+            self._leases.expire()
             index, chunks, fresh = self._index, [], []
             for parts in names:
                 taken: list[int] = []
@@ -359,47 +361,5 @@ class Catalog:
                 "tier_used_bytes", self._room.arena.used_bytes, tier=self._shelves[DRAM].name
             )
             metrics.set("leased_parts", index.held_rows)
-            quarantined = (
-                len(parts)
-                for lease in self._leases
-                if lease.state is not LeaseState.HELD
-                for parts in lease.rows
-            )
-            metrics.set("quarantined_slots", sum(quarantined))
+            metrics.set("quarantined_slots", self._leases.quarantined)
             metrics.set("orphan_parts", index.orphans)
-
-    # ---- under the lock
-
-    def _new_lease(
-        self,
-        first: int,
-        rows: tuple[tuple[int, ...], ...],
-        sources: tuple[str, ...],
-        seconds: float,
-    ) -> Lease:
-        slots = tuple(tuple(self._index.slot(row) for row in parts) for parts in rows)
-        lease = Lease(first, rows, slots, sources, self._clock() + seconds, self._end_lease)
-        self._leases.append(lease)
-        return lease
-
-    def _end_lease(self, lease: Lease) -> None:
-        with self._lock:
-            if lease.state is not LeaseState.HELD:
-                return
-            lease.state = LeaseState.RELEASED
-            if not lease.plans:
-                self._drop_holds(lease)
-
-    def _expire(self) -> None:
-        now = self._clock()
-        for lease in [one for one in self._leases if one.deadline <= now]:
-            if lease.state is LeaseState.HELD:
-                lease.state = LeaseState.EXPIRED
-                self._metrics.add("expired_leases")
-                if not lease.plans:
-                    self._drop_holds(lease)
-
-    def _drop_holds(self, lease: Lease) -> None:
-        self._leases.remove(lease)
-        for rows in lease.rows:
-            self._room.unhold(rows)

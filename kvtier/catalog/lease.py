@@ -7,10 +7,13 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
+from kvtier.catalog.shelf import Room
+from kvtier.clock import Clock
 from kvtier.errors import MisuseError
 from kvtier.memory.arena import Slot
+from kvtier.metrics import Metrics
 
-__all__ = ["Lease", "LeaseState"]
+__all__ = ["Lease", "LeaseState", "Leases"]
 
 
 class LeaseState(enum.Enum):
@@ -29,7 +32,17 @@ class Lease:
     deadline; a CopyPlan issued before that keeps the slots until the copy has settled.
     """
 
-    __slots__ = ("_end", "deadline", "first", "plans", "rows", "slots", "sources", "state")
+    __slots__ = (
+        "_end",
+        "deadline",
+        "first",
+        "plans",
+        "rows",
+        "serial",
+        "slots",
+        "sources",
+        "state",
+    )
 
     def __init__(
         self,
@@ -47,6 +60,7 @@ class Lease:
         self.deadline = deadline
         self.state = LeaseState.HELD
         self.plans = 0
+        self.serial = 0
         self._end = end
 
     @property
@@ -73,3 +87,60 @@ class Lease:
         """Release, unless that was done inside."""
         if self.state is LeaseState.HELD:
             self._end(self)
+
+
+class Leases:
+    """All leases that still hold something. Called under the Catalog's lock."""
+
+    def __init__(self, room: Room, clock: Clock, metrics: Metrics) -> None:
+        self._room = room
+        self._clock = clock
+        self._metrics = metrics
+        self._all: dict[int, Lease] = {}
+        self._serial = 0
+
+    def __len__(self) -> int:
+        """Leases that hold slots."""
+        return len(self._all)
+
+    @property
+    def quarantined(self) -> int:
+        """Slots whose lease has ended while a copy may still use them."""
+        ended = (lease for lease in self._all.values() if lease.state is not LeaseState.HELD)
+        return sum(len(slots) for lease in ended for slots in lease.slots)
+
+    def new(
+        self,
+        first: int,
+        rows: tuple[tuple[int, ...], ...],
+        sources: tuple[str, ...],
+        seconds: float,
+        end: Callable[[Lease], None],
+    ) -> Lease:
+        """Make a lease of rows that the caller holds; the holds are the lease's from here on."""
+        slots = tuple(tuple(self._room.index.slot(row) for row in parts) for parts in rows)
+        lease = Lease(first, rows, slots, sources, self._clock() + seconds, end)
+        lease.serial = self._serial = self._serial + 1
+        self._all[lease.serial] = lease
+        return lease
+
+    def end(self, lease: Lease, state: LeaseState) -> None:
+        """End a lease, once; its slots are let go when no plan uses them."""
+        if lease.state is LeaseState.HELD:
+            lease.state = state
+            self.drop(lease)
+
+    def expire(self) -> None:
+        """End the leases whose deadline has passed."""
+        now = self._clock()
+        for lease in [one for one in self._all.values() if one.deadline <= now]:
+            if lease.state is LeaseState.HELD:
+                self._metrics.add("expired_leases")
+                self.end(lease, LeaseState.EXPIRED)
+
+    def drop(self, lease: Lease) -> None:
+        """Let go of what an ended lease holds, unless a plan still uses it."""
+        if lease.state is not LeaseState.HELD and not lease.plans:
+            del self._all[lease.serial]
+            for rows in lease.rows:
+                self._room.unhold(rows)
