@@ -217,8 +217,7 @@ class Cache:
         wanted = flat[known * width :]
         if not wanted:
             return None
-        ancestors = [part.name for chunk in prefix.parts[: first + known] for part in chunk]
-        slots = self._catalog.reserve(wanted, ancestors)
+        slots = self._catalog.reserve(wanted)
         taken = list(zip(wanted, slots, strict=False))
         whole = len(taken) // width * width
         for part, slot in taken[whole:]:

@@ -140,15 +140,15 @@ class Catalog:
 
     # ---- reserve, commit, abort
 
-    def reserve(self, parts: Sequence[Part], keep: Iterable[RecordId] = ()) -> list[Slot]:
+    def reserve(self, parts: Sequence[Part]) -> list[Slot]:
         """Hand out slots for parts that exist nowhere yet, in order, evicting leaves.
 
         Stops at the first part that exists, is being written, whose parent is not, or for which
-        nothing can be evicted. keep: names that must not be evicted for it, its ancestors.
+        nothing can be evicted; its own ancestors are not.
         """
         with self._lock:
             self._leases.expire()
-            kept = self._room.hold_names(keep)
+            kept = self._room.hold_names(part.parent for part in parts[:1] if part.parent)
             slots: list[Slot] = []
             rows: list[int] = []
             for part in parts:
@@ -319,11 +319,11 @@ class Catalog:
         """Take leaves out of a slower tier until `nbytes` more fit its budget.
 
         at_least: parts that must leave even if the budget has room. below: rows for which the
-        room is made; none of their ancestors leaves. The caller deletes the victims from the
-        Store; they can no longer be matched there.
+        room is made; their parents, and so all their ancestors, stay. The caller deletes the
+        victims from the Store; they can no longer be matched there.
         """
         with self._lock:
-            kept = self._room.hold_ancestors(below)
+            kept = self._room.hold_parents(below)
             shelf = self._shelves[tier]
             victims: list[Victim] = []
             while len(victims) < at_least or (

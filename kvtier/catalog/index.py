@@ -31,6 +31,7 @@ class Index:
         self.depth = array("i")
         self.present = array("H")  # a bit a tier
         self.children = array("i")  # children that are present in any tier
+        self.links = array("i")  # rows whose parent this is, present or not
         self.kids = [array("i") for _ in range(tiers)]  # children present in that tier
         self.holds = array("i")  # leases, copies, reads and spills that need the row
         self.raw_bytes = array("q")
@@ -61,6 +62,7 @@ class Index:
                 above = self._make(parent)
                 self.depth[above] = depth - 1
             self.parent[row] = above
+            self.links[above] += 1
         self.depth[row] = depth
         self.raw_bytes[row] = raw_bytes
         return row
@@ -122,7 +124,7 @@ class Index:
     def prune(self, row: int) -> None:
         """Forget the row, and rows above it, that nothing needs any more."""
         while row != NO_ROW and not (
-            self.present[row] or self.children[row] or self.holds[row] or self.serial[row]
+            self.present[row] or self.links[row] or self.holds[row] or self.serial[row]
         ):
             above = self.parent[row]
             self.parent[row] = NO_ROW
@@ -130,6 +132,8 @@ class Index:
             self.names[row] = b""
             self.sums[row] = b""
             self._free.append(row)
+            if above != NO_ROW:
+                self.links[above] -= 1
             row = above
 
     def _make(self, name: RecordId) -> int:
@@ -140,7 +144,7 @@ class Index:
             row = len(self.names)
             self.names.append(name)
             self.sums.append(b"")
-            for column in (self.present, self.children, self.holds, self.raw_bytes):
+            for column in (self.present, self.children, self.links, self.holds, self.raw_bytes):
                 column.append(0)
             for column in (self.offset, self.serial, self.slot_bytes, self.depth):
                 column.append(0)

@@ -104,16 +104,15 @@ class Room:
             self.index.hold(row, 1)
         return rows
 
-    def hold_ancestors(self, rows: Iterable[int]) -> list[int]:
-        """Hold the rows above `rows`, each once, and return them."""
-        held: dict[int, None] = {}
-        for row in rows:
-            above = self.index.parent[row]
-            while above != NO_ROW and above not in held:
-                held[above] = None
-                self.index.hold(above, 1)
-                above = self.index.parent[above]
-        return list(held)
+    def hold_parents(self, rows: Iterable[int]) -> list[int]:
+        """Hold the parents of `rows` and return them.
+
+        That keeps all ancestors from becoming leaves.
+        """
+        parents = [above for row in rows if (above := self.index.parent[row]) != NO_ROW]
+        for above in parents:
+            self.index.hold(above, 1)
+        return parents
 
     def unhold(self, rows: Iterable[int]) -> None:
         """Give holds back, and forget rows that nothing needs any more."""
