@@ -99,10 +99,13 @@ class S3Store:
         place = parse_location(location)
         settings = Settings.read(options, cls.OPTIONS)
         bad: tuple[type[Exception], ...] = (*weather(), ValueError)
+        client: Any = None
         try:
             client = connect(settings, connections=_IN_FLIGHT + cls.THREADS)
             client.list_objects_v2(Bucket=place.bucket, Prefix=place.prefix, MaxKeys=1)
         except bad as error:
+            if client is not None:
+                client.close()
             raise ConfigError(
                 f"cannot use s3://{place.bucket}: {explain(error, settings)}"
             ) from error
@@ -202,7 +205,8 @@ class S3Store:
     def _follow(self, name: RecordId, etag: str, start: int, into: memoryview) -> None:
         answer = self._get(name, HEADER_BYTES + start, len(into), IfMatch=etag)
         with closing(answer["Body"]) as body:
-            if answer["ContentLength"] != len(into) or answer.get("ETag") != etag:
+            asked = f"bytes {HEADER_BYTES + start}-{HEADER_BYTES + start + len(into) - 1}/"
+            if not answer.get("ContentRange", "").startswith(asked) or answer.get("ETag") != etag:
                 raise BrokenError("a range is not the one that was asked for")
             self._fill(body, into)
 
