@@ -75,6 +75,7 @@ class Engine:
         self._scheduler = Scheduler(self._pool, step_tokens=step_tokens, max_running=max_running)
         self._clock = clock
         self._submitted = 0
+        self._closed = False
         self._undelivered: list[Output] = []
         self._streams: dict[str, deque[Output]] = {}
         if connector is not None:
@@ -84,6 +85,11 @@ class Engine:
     def unfinished(self) -> int:
         """Requests that have not ended."""
         return self._scheduler.unfinished
+
+    @property
+    def idle(self) -> bool:
+        """Whether all requests have ended and no copy reads or writes their blocks any more."""
+        return not self.unfinished and not self._scheduler.held
 
     def connect(self, connector: Connector) -> None:
         """Use a cache below the pool from now on.
@@ -100,7 +106,8 @@ class Engine:
         """Queue a prompt and return the request's id. Does not block.
 
         identity: what besides its tokens determines the KV (a ``kvtier.Request``), or None.
-        Raises ConfigError for a prompt that this model or pool can never serve.
+        Raises ConfigError for a prompt that this model or pool can never serve, MisuseError
+        once the engine is closed.
         """
         prompt = self._checked(tokens, sampling)
         request = Request(
@@ -167,7 +174,13 @@ class Engine:
         self._pool.reset()
 
     def close(self) -> None:
-        """Abort all requests and close the connector, which waits for its copies, bounded."""
+        """Abort all requests and close the connector, which waits for its copies, bounded.
+
+        From then on the engine takes no requests. Closing it again does nothing.
+        """
+        if self._closed:
+            return
+        self._closed = True
         for request_id in self._scheduler.request_ids():
             self.abort(request_id)
         if self._scheduler.connector is not None:
@@ -222,8 +235,12 @@ class Engine:
 
     def _checked(self, tokens: Sequence[int], sampling: Sampling) -> NDArray[np.int32]:
         """Return the prompt, int32 [n]; raise ConfigError for one that can never be served."""
+        if self._closed:
+            raise MisuseError("the engine is closed")
         prompt = np.asarray(tokens)
-        if prompt.ndim != 1 or not len(prompt):
+        if prompt.ndim != 1:
+            raise ConfigError(f"a prompt is one list of token ids, not {prompt.ndim}-dimensional")
+        if not len(prompt):
             raise ConfigError("the prompt is empty; give at least one token")
         if prompt.dtype.kind not in "iu":
             raise ConfigError(f"the prompt holds {prompt.dtype} values; token ids are integers")

@@ -175,7 +175,7 @@ def test_abort_frees_the_blocks_and_says_so(model):
     ("tokens", "sampling", "cause"),
     [
         ([], GREEDY, "empty"),
-        ([[1, 2]], GREEDY, "empty"),
+        ([[1, 2]], GREEDY, "2-dimensional"),
         ([1.5], GREEDY, "integers"),
         ([97], GREEDY, "vocabulary, 0 to 96"),
         ([-1], GREEDY, "vocabulary"),
@@ -231,7 +231,10 @@ def test_a_connector_cannot_come_late(model):
     with pytest.raises(MisuseError, match="before the first request"):
         engine.connect(object())
     engine.close()
+    engine.close()
     assert engine.unfinished == 0
+    with pytest.raises(MisuseError, match="closed"):
+        engine.submit([1], GREEDY)
 
 
 def test_samples_follow_the_distribution():
