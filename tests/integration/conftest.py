@@ -8,7 +8,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvtier.errors import ConfigError
+from kvtier.storage_backends.s3 import S3Store
 from kvtier.testing.seaweed import SeaweedServer
+from kvtier.tiers.store import Write
 
 _numbers = itertools.count()
 
@@ -46,3 +48,51 @@ def s3_credentials(s3_server, monkeypatch) -> None:
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
     for name, value in s3_server.env().items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def s3_open(s3_server, s3_location, s3_credentials):
+    """Open stores, at the server unless told otherwise, that are closed at the end."""
+    stores = []
+
+    def open_at(location: str = s3_location, **options) -> S3Store:
+        stores.append(S3Store.open(location, None, {"endpoint": s3_server.endpoint, **options}))
+        return stores[-1]
+
+    yield open_at
+    for store in stores:
+        store.close()
+
+
+class Objects:
+    """The objects of a location as they are, seen past the store."""
+
+    def __init__(self, client, location) -> None:
+        self.client = client
+        self.bucket, _, self.prefix = location.removeprefix("//").partition("/")
+
+    def name(self, each: Write) -> dict[str, str]:
+        part = each.header.id[32:].hex()
+        return {"Bucket": self.bucket, "Key": f"{self.prefix}/{each.header.key.hex()}-{part}"}
+
+    def get(self, each: Write) -> bytes:
+        return self.client.get_object(**self.name(each))["Body"].read()
+
+    def put(self, each: Write, body: bytes) -> None:
+        self.client.put_object(**self.name(each), Body=body)
+
+    def listed(self) -> list[str]:
+        answer = self.client.list_objects_v2(Bucket=self.bucket, Prefix=self.prefix)
+        return [each["Key"] for each in answer.get("Contents", ())]
+
+
+@pytest.fixture
+def s3_objects_at(s3_server):
+    """Return a way to look at, and change, the objects of a location."""
+    return lambda location: Objects(s3_server.client(), location)
+
+
+@pytest.fixture
+def s3_objects(s3_objects_at, s3_location) -> Objects:
+    """Return the objects of this test's location."""
+    return s3_objects_at(s3_location)
