@@ -14,8 +14,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.cache import Cache, Match
-from kvtier.catalog.lease import Lease
+from kvtier.cache import Cache, Lease, Match
 from kvtier.connectors import base
 from kvtier.connectors.base import MISS, PENDING, Loaded, Update
 from kvtier.copyplan import CopyPlan

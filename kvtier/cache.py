@@ -32,7 +32,7 @@ from kvtier.prefix import Namer, Prefix
 from kvtier.seams import CancelledError, Flow, ThreadFlow
 from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer
 
-__all__ = ["Cache", "Match", "Prefix", "open_cache"]
+__all__ = ["Cache", "Lease", "Match", "Prefix", "open_cache"]
 
 _CLOSE_SECONDS: Final = 30.0
 

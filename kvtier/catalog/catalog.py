@@ -267,6 +267,11 @@ class Catalog:
                 row = index.parent[row]
             return names
 
+    def gone(self, name: RecordId) -> bool:
+        """Say whether a part is in no tier, nor on its way into one."""
+        with self._lock:
+            return not self._room.known(self._index.find(name))
+
     def hold_for_spill(self, name: RecordId, tier: int) -> int:
         """Hold a part in DRAM that a tier lacks, for writing it; NO_ROW when there is none."""
         with self._lock:

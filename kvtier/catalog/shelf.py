@@ -57,6 +57,8 @@ class Room:
         while (slot := self.arena.allocate(nbytes)) is None:
             row = self.victim(DRAM)
             if row == NO_ROW:
+                row = self._last_copy()
+            if row == NO_ROW:
                 return None
             self.leave(row, DRAM)
             self._metrics.add("evicted_parts", tier=self.shelves[DRAM].name)
@@ -66,6 +68,17 @@ class Room:
         """Return the row that should leave a tier next, or NO_ROW."""
         leaf = self.index.leaf
         return next((row for row in self.shelves[tier].policy.victims() if leaf(row, tier)), NO_ROW)
+
+    def _last_copy(self) -> int:
+        """Return a row of DRAM whose children lie in slower tiers only, or NO_ROW.
+
+        Its write has failed there. Its slot must not be lost for good, so its children become
+        orphans: counted, never matched, and whole again when it is saved anew.
+        """
+        index, rows = self.index, self.shelves[DRAM].policy.victims()
+        return next(
+            (row for row in rows if not index.holds[row] and not index.kids[DRAM][row]), NO_ROW
+        )
 
     def leave(self, row: int, tier: int) -> None:
         """Take a part out of a tier's index, its slot with it."""

@@ -1,7 +1,8 @@
 """Spill: write chunks from DRAM down to one slower tier, ancestors first. On the flow loop.
 
-A part that waits to be written is held: its slot stays. So the queue is bounded in bytes, and
-what does not fit is dropped and counted; the chunk then lives in DRAM only.
+A part in the queue is held: its slot stays. So the queue is bounded in bytes. What does not
+fit yet waits by name only, without a hold; when DRAM has evicted it before its turn, it is
+dropped and counted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _NO_PARENT: Final = bytes(KEY_BYTES)
 _BATCH_BYTES: Final = 64 << 20
 _FULL_TRIES: Final = 8
 _SEEN_NAMES: Final = 1 << 16
+_WAITING_NAMES: Final = 1 << 16
 
 
 class _Job(NamedTuple):
@@ -51,6 +53,7 @@ class Spiller:
         self._tier = tier
         self._namespace = namespace
         self._metrics = metrics
+        self._waiting: dict[RecordId, None] = {}
         self._queue: deque[_Job] = deque()
         self._queued: dict[RecordId, None] = {}
         self._queued_bytes = 0
@@ -62,10 +65,11 @@ class Spiller:
         for name in names:
             if self._tier.admission == "second-touch" and not self._touched(name):
                 continue
-            chain = self._catalog.missing_chain(name, self._number, self._queued)
-            for missing in reversed(chain):
-                if not self._enqueue(missing):
-                    return  # its descendants would be headless there
+            if len(self._waiting) < _WAITING_NAMES:
+                self._waiting[name] = None
+            else:
+                self._metrics.add("dropped_spills", tier=self._tier.name, reason="queue")
+        self._refill()
         if self._queue and self._task is None:
             self._task = asyncio.create_task(self._drain(), name=f"spill-{self._tier.name}")
 
@@ -83,15 +87,25 @@ class Spiller:
         self._seen[name] = None
         return False
 
+    def _refill(self) -> None:
+        """Move waiting parts into the queue, each behind its missing ancestors, while they fit."""
+        while self._waiting:
+            name = next(iter(self._waiting))
+            chain = self._catalog.missing_chain(name, self._number, self._queued)
+            if not all(self._enqueue(missing) for missing in reversed(chain)):
+                return
+            del self._waiting[name]
+            if not chain and self._catalog.gone(name):
+                self._metrics.add("dropped_spills", tier=self._tier.name, reason="evicted")
+
     def _enqueue(self, name: RecordId) -> bool:
-        """Hold a part and queue it; False when it must not be, and nor must its descendants."""
+        """Hold a part and queue it; False when the queue is full."""
         row = self._catalog.hold_for_spill(name, self._number)
         if row == NO_ROW:
-            return True  # written, or gone, since the chain was read
+            return True  # evicted from DRAM since the chain was read
         _, parent, depth, slot, nbytes, raw_sum = self._catalog.describe(row)
         if self._queued_bytes + nbytes > max(self._arena.nbytes // 2, nbytes):
             self._catalog.release_rows((row,))
-            self._metrics.add("dropped_spills", tier=self._tier.name, reason="queue")
             return False
         key, part = split_record_id(name)
         header = Header(
@@ -122,6 +136,7 @@ class Spiller:
                         self._queued_bytes -= job.part.nbytes
                         del self._queued[job.part.name]
                     self._catalog.release_rows(job.row for job in jobs)
+                self._refill()
         finally:
             self._task = None
 

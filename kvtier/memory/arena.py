@@ -171,6 +171,7 @@ class Arena:
         self.memory = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):  # a view is still held: the mapping goes with it
             self._map.close()
+        del self._map
 
     def _take(self) -> bool:
         """Fault all pages in, locked where the limit allows it. Raises OSError."""

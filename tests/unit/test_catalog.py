@@ -195,9 +195,21 @@ def test_a_parent_present_nowhere_else_stays_while_a_child_lies_below(small):
     parts = chain(2)
     small.save(parts)
     small.catalog.stored(parts[1], LMDB, 0)  # the child only was written down
-    small.save(chain(3, seed=1))  # asks for three of the two free and two used slots
-    assert small.found(parts)[0] == DRAM
+    small.save(chain(3, seed=1))
+    assert small.found(parts) == [DRAM, LMDB]
     assert small.catalog._index.orphans == 0
+
+
+def test_a_last_copy_leaves_only_when_nothing_else_can(small):
+    """Its slot is not lost for good; its child below is counted as an orphan."""
+    parts = chain(2)
+    small.save(parts)
+    small.catalog.stored(parts[1], LMDB, 0)
+    small.save(chain(4, seed=1))
+    assert small.found(parts) == []
+    assert small.catalog._index.orphans == 1
+    small.catalog.stored(parts[0], LMDB, 0)
+    assert small.found(parts) == [LMDB] * 2
 
 
 def test_a_slower_tier_keeps_its_budget_and_evicts_leaves():
