@@ -12,7 +12,6 @@ as the header is there, each tied to the same version of the object by its ETag.
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -24,6 +23,7 @@ import numpy as np
 
 from kvtier.clock import monotonic
 from kvtier.errors import ConfigError, Corrupt, Unavailable
+from kvtier.events import Reporter
 from kvtier.identity.record import HEADER_BYTES, Header, RecordId
 from kvtier.seams import IoPool
 from kvtier.storage_backends.s3_service import (
@@ -49,7 +49,7 @@ __all__ = ["S3Store"]
 
 T = TypeVar("T")
 A = TypeVar("A")
-_log = logging.getLogger("kvtier")
+_report = Reporter(monotonic)
 
 _RANGE: Final = 4 << 20  # payload bytes a GET; a request costs about what 1 MiB of payload does,
 _TAIL: Final = 2 << 20  # so that a rest of less than this joins the range before it
@@ -332,7 +332,7 @@ class S3Store:
             raise Unavailable(f"s3://{self._place.bucket}: {explain(errors[0])}") from errors[0]
         for error in errors:
             if not isinstance(error, AbsentError):
-                _log.debug("s3://%s: %s", self._place.bucket, explain(error))
+                _report.warn(f"s3://{self._place.bucket}", explain(error))
         return [status_of(result) for result in results]
 
 
