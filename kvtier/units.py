@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from typing import Final
 
 from kvtier.errors import ConfigError
@@ -21,7 +22,7 @@ _BYTES: Final = {
     "tb": 10**12,
 }
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
-_NUMBER: Final = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*")
+_NUMBER: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-zA-Z]*)\s*")
 _MAX_BYTES: Final = 1 << 60
 
 
@@ -44,14 +45,14 @@ def parse_seconds(text: str) -> float:
     number, unit = _split(text, "duration", "20ms")
     if unit not in _SECONDS:
         raise ConfigError(f"duration {text!r} has no known unit; write it like 20ms, 1.5s or 2m")
-    return number * _SECONDS[unit]
+    return float(number) * _SECONDS[unit]
 
 
 def format_bytes(count: int) -> str:
     """Return `count` bytes in the largest binary unit that keeps it at one or more."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if count >= _BYTES[unit.lower()]:
-            return f"{count / _BYTES[unit.lower()]:.4g} {unit}"
+            return f"{_short(count / _BYTES[unit.lower()], 4)} {unit}"
     return f"{count} B"
 
 
@@ -59,12 +60,18 @@ def format_seconds(seconds: float) -> str:
     """Return a duration with three significant digits: ``1.2 s``, ``35 ms``, ``8 us``."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+            return f"{_short(seconds / size, 3)} {unit}"
+    return f"{_short(seconds / 1e-6, 3)} us"
 
 
-def _split(text: str, kind: str, example: str) -> tuple[float, str]:
+def _short(number: float, digits: int) -> str:
+    """Round to so many significant digits, but never above the point, and without exponent."""
+    whole = len(str(int(number)))
+    return f"{number:.0f}" if whole >= digits else f"{number:.{digits}g}"
+
+
+def _split(text: str, kind: str, example: str) -> tuple[Decimal, str]:
     found = _NUMBER.fullmatch(text)
     if found is None:
         raise ConfigError(f"{text!r} is not a {kind}; write it like {example}")
-    return float(found[1]), found[2].lower()
+    return Decimal(found[1]), found[2].lower()
