@@ -90,8 +90,8 @@ class Metrics:
         With labels left out, the sum over them.
         """
         row = TABLE.get(f"kvtier_{name}_total") or TABLE.get(f"kvtier_{name}")
-        if row is None:
-            raise MisuseError(f"no metric {name!r}")
+        if row is None or not set(labels) <= set(row.labels):
+            raise MisuseError(f"no metric {name!r} with labels {sorted(labels)}")
         want = {row.labels.index(label): value for label, value in labels.items()}
         with self._lock:
             return sum(
@@ -116,7 +116,7 @@ class Metrics:
                 row = TABLE[name]
                 yield f"# HELP {name} {row.help}, in {row.unit}"
                 yield f"# TYPE {name} {row.kind}"
-            yield f"{series} {value:g}"
+            yield f"{series} {value!r}"  # all digits: a rate is a difference of large numbers
 
     @staticmethod
     def _key(name: str, labels: dict[str, str]) -> tuple[str, tuple[str, ...]]:
@@ -130,4 +130,8 @@ def _series(name: str, values: tuple[str, ...]) -> str:
     if not values:
         return name
     pairs = zip(TABLE[name].labels, values, strict=True)
-    return name + "{" + ",".join(f'{label}="{value}"' for label, value in pairs) + "}"
+    return name + "{" + ",".join(f'{label}="{_escaped(value)}"' for label, value in pairs) + "}"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
