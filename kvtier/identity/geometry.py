@@ -91,17 +91,26 @@ class Geometry:
         return whole // part.shards
 
     def encoding(self) -> str:
-        """Return the canonical text that enters the namespace."""
+        """Return the canonical text that enters the namespace.
+
+        Names are free text, so each stands behind its length: no two geometries encode alike.
+        """
         parts = (
-            f"{c.name}:{c.layers}:{c.planes}:{c.heads}:{c.head_size}:{c.needs.value}:{c.window}"
+            f"{c.layers}:{c.planes}:{c.heads}:{c.head_size}:{c.needs.value}:{c.window}:"
+            f"{_sized(c.name)}"
             for c in self.components
         )
         blocks = ",".join(map(str, self.block_tokens))
-        return f"{self.layout}/{self.dtype}/{blocks}/{self.chunk_tokens}/" + ";".join(parts)
+        sizes = f"{self.dtype}/{blocks}/{self.chunk_tokens}/{_sized(self.layout)}/"
+        return sizes + ";".join(parts)
 
     def _token_bytes(self, component: Component) -> int:
         elements = component.layers * component.planes * component.heads * component.head_size
         return elements * DTYPE_BYTES[self.dtype]
+
+
+def _sized(text: str) -> str:
+    return f"{len(text)}:{text}"
 
 
 def chunk_tokens_for(block_tokens: Sequence[int], configured: int | None = None) -> int:
@@ -115,10 +124,11 @@ def chunk_tokens_for(block_tokens: Sequence[int], configured: int | None = None)
     common = math.lcm(*block_tokens)
     if configured is not None:
         if configured < 1 or configured % common or configured > _MAX_CHUNK_TOKENS:
-            near = min(max(common, round(configured / common) * common), _MAX_CHUNK_TOKENS)
+            most = _MAX_CHUNK_TOKENS // common * common
+            near = min(max(common, round(configured / common) * common), most)
             remedy = (
                 f"the nearest that fits is {near}"
-                if near % common == 0
+                if most
                 else f"no chunk of at most {_MAX_CHUNK_TOKENS} tokens fits them"
             )
             raise ConfigError(
