@@ -40,6 +40,7 @@ class Span:
     def __post_init__(self) -> None:
         if not 0 <= self.start < self.stop:
             raise ConfigError(f"a span must have 0 <= start < stop, not {self.start}..{self.stop}")
+        _only_bytes("a span's digest", self.digest)
         if len(self.digest) < _DIGEST_BYTES:
             raise ConfigError(
                 f"a span's digest has {len(self.digest)} bytes; pass the full digest of its "
@@ -57,6 +58,10 @@ class Request:
     adapter: bytes = b""
     salt: bytes = b""
     spans: tuple[Span, ...] = ()
+
+    def __post_init__(self) -> None:
+        _only_bytes("a request's adapter", self.adapter)
+        _only_bytes("a request's salt", self.salt)
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,9 @@ class Namespace:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("a namespace needs the name of a model")
-        if self.kv_scales == "calibrated":
+        _only_bytes("a namespace's config_digest", self.config_digest)
+        _only_bytes("a namespace's secret", self.secret)
+        if self.kv_scales.lower() == "calibrated":
             raise ConfigError(
                 "KV scales that are calibrated at run time differ from run to run and cannot be "
                 "shared; use fixed scales and name them by their digest"
@@ -117,7 +124,14 @@ def root_key(namespace: Namespace, request: Request) -> bytes:
     HMAC-SHA256 under the tenant's secret, so that keys cannot be guessed from a prompt.
     """
     identity = _fields((namespace.encoding, request.adapter, request.salt))
-    return hmac.digest(namespace.secret, identity, "sha256")
+    secret = hashlib.sha256(namespace.secret).digest()  # HMAC pads with zeros: b"a" would be b"a\0"
+    return hmac.digest(secret, identity, "sha256")
+
+
+def _only_bytes(what: str, value: object) -> None:
+    """Refuse a name or a hexdigest where the bytes of a digest are meant."""
+    if not isinstance(value, bytes):
+        raise ConfigError(f"{what} must be bytes, not {type(value).__name__}")
 
 
 def _fields(values: Iterable[bytes]) -> bytes:
