@@ -33,7 +33,10 @@ def as_tokens(tokens: TokenIds) -> NDArray[np.int32]:
 
     Raises MisuseError for anything but whole numbers from 0 to 2**31 - 1 in one dimension.
     """
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except (ValueError, TypeError, RuntimeError) as error:  # ragged; a tensor of another device
+        raise MisuseError(f"not token ids: {error}") from error
     if array.dtype == np.int32 and array.ndim == 1:
         if array.size and array.min() < 0:
             raise MisuseError("a token id is negative")
@@ -60,27 +63,39 @@ def chunk_keys(
     """Return the 32-byte key of each complete chunk of `tokens`.
 
     root: from ``root_key``. known: keys of the first chunks, from an earlier call with a prefix
-    of these tokens; only what follows them is hashed.
+    of these tokens; only what follows them is hashed. Raises MisuseError when there are more of
+    them than complete chunks.
     """
     keys = list(known)
+    if len(keys) > len(tokens) // chunk_tokens:
+        raise MisuseError(f"{len(keys)} known keys are more than {len(tokens)} tokens have")
     parent = keys[-1] if keys else root
     data = memoryview(tokens.astype("<i4", copy=False).data).cast("B")
     width = chunk_tokens * 4
-    for index in range(len(keys), len(tokens) // chunk_tokens):
+    fresh = range(len(keys), len(tokens) // chunk_tokens)
+    extra = _extra(spans, fresh, chunk_tokens)
+    for index in fresh:
         digest = hashlib.sha256(parent)
         digest.update(data[index * width : (index + 1) * width])
-        if spans:
-            digest.update(_extra(spans, index * chunk_tokens, chunk_tokens))
+        if index in extra:
+            digest.update(extra[index])
         parent = digest.digest()
         keys.append(parent)
     return keys
 
 
-def _extra(spans: Sequence[Span], start: int, count: int) -> bytes:
-    """Encode the spans that overlap tokens [start, start + count), in order of their place."""
-    inside = sorted(
-        (span.start - start, span.stop - start, span.digest)
-        for span in spans
-        if span.start < start + count and span.stop > start
-    )
-    return b"".join(_SPAN.pack(first, last, len(digest)) + digest for first, last, digest in inside)
+def _extra(spans: Sequence[Span], chunks: range, chunk_tokens: int) -> dict[int, bytes]:
+    """Encode for each chunk the spans that overlap it, in order of their place."""
+    inside: dict[int, list[tuple[int, int, bytes]]] = {}
+    for span in spans:
+        first = max(span.start // chunk_tokens, chunks.start)
+        last = min(-(-span.stop // chunk_tokens), chunks.stop)
+        for index in range(first, last):
+            at = index * chunk_tokens
+            inside.setdefault(index, []).append((span.start - at, span.stop - at, span.digest))
+    return {
+        index: b"".join(
+            _SPAN.pack(start, stop, len(digest)) + digest for start, stop, digest in sorted(places)
+        )
+        for index, places in inside.items()
+    }
