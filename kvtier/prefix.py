@@ -44,9 +44,14 @@ class Namer:
         self.nbytes = tuple(geometry.part_bytes(name) for name in self.names)
 
     def prefix(self, tokens: TokenIds, request: Request | None, known: Prefix | None) -> Prefix:
-        """Name a prompt; what `known`, an earlier state of it, has is not hashed again."""
+        """Name a prompt; what `known`, an earlier state of it, has is not hashed again.
+
+        A `known` of another request identity is not used: its keys are another adapter's.
+        """
         ids = as_tokens(tokens)
         request = request or (known.request if known else _PLAIN)
+        if known is not None and known.request != request:
+            known = None
         root = root_key(self._namespace, request)
         keys = chunk_keys(
             root, ids, self._chunk_tokens, request.spans, known=known.keys if known else ()
