@@ -53,7 +53,10 @@ CODEC_RAW: Final = 0
 _MAGIC: Final = b"KVTIERrc"
 _BODY: Final = struct.Struct("<8sHHI32s32s32sHHHHQQ16s16s72s")
 _PART: Final = struct.Struct("<HHH")
+_VERSION: Final = struct.Struct("<8xH")
 _SUM_AT: Final = HEADER_BYTES - 16
+_MAX_DEPTH: Final = 1 << 31
+_MAX_BYTES: Final = 1 << 40
 RECORD_ID_BYTES: Final = KEY_BYTES + _PART.size
 
 RecordId = bytes
@@ -137,13 +140,18 @@ class Header:
         head = bytes(data[:HEADER_BYTES])
         if len(head) < HEADER_BYTES or head[:8] != _MAGIC:
             raise Corrupt("not a kvtier record")
+        (version,) = _VERSION.unpack_from(head)
         if checksum(head[:_SUM_AT]) != head[_SUM_AT:]:
-            raise Corrupt("a record header fails its checksum")
-        fields = _BODY.unpack(head[:_SUM_AT])
-        _, version, codec, depth, namespace, key, parent, component, shard, shards, *rest = fields
+            other = "" if version == RECORD_VERSION else f" (or is of another version: {version})"
+            raise Corrupt(f"a record header fails its checksum{other}")
         if version != RECORD_VERSION:
             raise Corrupt(f"record version {version}; this kvtier reads {RECORD_VERSION}")
+        fields = _BODY.unpack(head[:_SUM_AT])
+        _, _, codec, depth, namespace, key, parent, component, shard, shards, *rest = fields
         _, raw_bytes, stored_bytes, raw_sum, stored_sum, _ = rest
+        # Anybody can compute a checksum: a shared tier's headers must be possible, too.
+        if shard >= shards or depth >= _MAX_DEPTH or max(raw_bytes, stored_bytes) > _MAX_BYTES:
+            raise Corrupt("a record header names an impossible part, depth or size")
         return cls(
             namespace=namespace,
             key=key,
