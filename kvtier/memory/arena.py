@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import logging
 import mmap
@@ -185,16 +186,33 @@ class Arena:
             format_bytes(self.nbytes),
             os.strerror(ctypes.get_errno()),
         )
-        self._map.madvise(_MADV_POPULATE_WRITE)
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.memory[::PAGE_BYTES] = 0  # Linux before 5.14
         return False
 
 
-def available_bytes() -> int:
-    """Return the memory that a new arena may take: of the host, and of this cgroup."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory that a new arena may take: of the host, of this cgroup and those above."""
+    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     available = int(fields["MemAvailable"].split()[0]) * 1024
-    cgroup = Path("/sys/fs/cgroup")
-    with contextlib.suppress(OSError, ValueError):  # no limit, or no cgroup v2
-        limit = int((cgroup / "memory.max").read_text())
-        available = min(available, limit - int((cgroup / "memory.current").read_text()))
+    inside = ""
+    with contextlib.suppress(OSError):
+        inside = (proc / "self" / "cgroup").read_text().partition("0::/")[2].strip()
+    for folder in (root / inside, *(root / inside).parents):
+        if folder.is_relative_to(root):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # no limit, or no cgroup v2
+                available = min(available, _cgroup_room(folder))
     return max(available, 0)
+
+
+def _cgroup_room(folder: Path) -> int:
+    """Return what a cgroup may still take; the page cache that counts in it can be taken back."""
+    limit = int((folder / "memory.max").read_text())
+    lines = (folder / "memory.stat").read_text().splitlines()
+    stat = {name: int(value) for name, value in map(str.split, lines)}
+    used = int((folder / "memory.current").read_text())
+    return limit - used + stat["inactive_file"] + stat["active_file"]
