@@ -11,6 +11,7 @@ import contextlib
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol, TypeVar
@@ -56,13 +57,9 @@ class IoPool:
         with self._lock:
             if self._closed:
                 raise MisuseError(f"{self._name} is closed")
-            self._jobs.put(job)
             if len(self._started) < self._threads:
-                thread = threading.Thread(
-                    target=self._work, name=f"{self._name}-{len(self._started)}", daemon=True
-                )
-                self._started.append(thread)
-                thread.start()
+                self._start()
+            self._jobs.put(job)
         return done
 
     def map(self, call: Callable[[A], T], items: Iterable[A]) -> list[T]:
@@ -76,21 +73,35 @@ class IoPool:
         return [each.result() for each in running]
 
     def close(self, timeout: float = 5.0) -> None:
-        """Let queued calls finish and end the threads, waiting `timeout` seconds for each."""
+        """Let queued calls finish and end the threads, waiting at most `timeout` seconds."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             for _ in self._started:
                 self._jobs.put(None)
+        deadline = time.monotonic() + timeout
         for thread in self._started:
-            thread.join(timeout)
+            thread.join(max(deadline - time.monotonic(), 0.0))
             if thread.is_alive():
                 _log.warning("%s: a call still hangs at close; it is left behind", thread.name)
+
+    def _start(self) -> None:
+        """Start one more thread; where the system refuses, those that run must do."""
+        name = f"{self._name}-{len(self._started)}"
+        thread = threading.Thread(target=self._work, name=name, daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            if not self._started:
+                raise
+        else:
+            self._started.append(thread)
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # or the memory that it wrote to is held until the next one comes
 
 
 class Flow(Protocol):
