@@ -42,18 +42,14 @@ class Pages:
         self._arena = arena
         self._arena_id = arena_id
         self._device = device
+        self._shards = shards
         self._block_tokens = geometry.block_tokens[0]
         self._pages = []
         for component, tensor in zip(geometry.components, tensors, strict=True):
-            pages = device.pages(tensor, component.layers * component.planes)
             row = component.heads * component.head_size * DTYPE_BYTES[geometry.dtype]
-            want = self._block_tokens * row // shards
-            if pages.shape[2] != want:
-                raise ConfigError(
-                    f"KV blocks of {pages.shape[2]} bytes a plane do not match the geometry's "
-                    f"{want}; check dtype, block size, heads and head size"
-                )
-            self._pages.append(pages)
+            block_bytes = self._block_tokens * row // shards
+            planes = component.layers * component.planes
+            self._pages.append(device.pages(tensor, planes, block_bytes))
 
     def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
         """Enqueue a plan's copies, ordered after the fences. Does not block.
@@ -65,8 +61,8 @@ class Pages:
         if plan.arena != self._arena_id:
             raise ProtocolError("the plan belongs to another arena")
         copies = [self._copy(part) for part in plan.parts]
-        blocks = tuple(block for part in plan.parts for block in part.blocks)
-        tokens = len(blocks) * self._block_tokens
+        blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
+        tokens = self._tokens(plan.parts)
         if plan.kind == "save":
             fence = self._device.gather(self._device.stream("store"), copies, after)
             return CopyTransfer((fence,), tokens, blocks)
@@ -74,9 +70,21 @@ class Pages:
         groups = self._device.scatter(stream, copies, after, _LOAD_GROUPS)
         return CopyTransfer(groups, tokens, blocks)
 
+    def _tokens(self, parts: Sequence[PlanPart]) -> int:
+        """Count the plan's tokens; each is in every component, and counts once."""
+        return self._block_tokens * sum(
+            len(part.blocks)
+            for part in parts
+            if (part.component, part.shard) == (parts[0].component, parts[0].shard)
+        )
+
     def _copy(self, part: PlanPart) -> Copy:
         if part.component >= len(self._pages):
             raise ProtocolError(f"the plan names component {part.component}")
+        if part.shard >= part.shards or part.shards != self._shards:
+            raise ProtocolError(
+                f"the plan names shard {part.shard} of {part.shards}; here are {self._shards}"
+            )
         pages = self._pages[part.component]
         planes, count, block_bytes = pages.shape
         chunk_blocks = self._geometry.chunk_tokens // self._block_tokens
@@ -84,7 +92,7 @@ class Pages:
         raw = planes * chunk_blocks * block_bytes
         if odd or first + len(part.blocks) > chunk_blocks or raw > part.nbytes:
             raise ProtocolError("the plan's tokens do not fit its chunk")
-        if part.offset + part.nbytes > self._arena.nbytes:
+        if part.offset + part.nbytes > self._arena.memory.size:  # none, once it is closed
             raise ProtocolError("the plan's slot lies outside the arena")
         if part.blocks and max(part.blocks) >= count:
             raise ProtocolError(f"the plan names block {max(part.blocks)} of {count}")

@@ -62,11 +62,12 @@ class Device(Protocol):
         """Return the device's stream for loads, or for stores."""
         ...
 
-    def pages(self, tensor: Any, planes: int) -> NDArray[np.uint8]:
+    def pages(self, tensor: Any, planes: int, block_bytes: int) -> NDArray[np.uint8]:
         """View a KV tensor as bytes [planes, blocks, bytes of a block].
 
-        tensor: torch or numpy; its leading dimensions make up `planes`, the next is the block.
-        Raises ConfigError when it is not contiguous within blocks or lies on another device.
+        tensor: torch or numpy; its leading dimensions make up `planes`, the next is the block,
+            and what follows has `block_bytes`.
+        Raises ConfigError when it has another shape, is not contiguous or lies on another device.
         """
         ...
 

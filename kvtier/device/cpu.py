@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from kvtier.errors import ConfigError, MisuseError
 __all__ = ["CpuDevice", "CpuFence", "CpuStream"]
 
 _CLOSE_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 1.0
 _log = logging.getLogger("kvtier")
 
 
@@ -61,50 +63,61 @@ class CpuStream:
         self._name = name
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
         self._error: BaseException | None = None
         self._closed = False
 
     def enqueue(self, work: Callable[[], None]) -> None:
-        """Append work. An error in it is kept, and raised by the next fence."""
-        if self._closed:
-            raise MisuseError(f"stream {self._name} is closed")
-        self._work.put(work)
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name=f"kvtier-{self._name}", daemon=True
-            )
-            self._thread.start()
+        """Append work. After an error, what is left before the next fence is not done."""
+
+        def unless_failed() -> None:
+            if self._error is None:
+                work()
+
+        self._put(unless_failed)
 
     def record(self) -> CpuFence:
-        """See Stream."""
+        """See Stream. The fence raises the first error since the fence before it."""
         fence = CpuFence()
 
         def settle() -> None:
             error, self._error = self._error, None
             fence.settle(error)
 
-        self.enqueue(settle)
+        self._put(settle)
         return fence
 
     def wait(self, fence: Fence) -> None:
         """See Stream."""
 
         def block() -> None:
-            while not fence.wait(_CLOSE_SECONDS):
-                if self._closed:
+            while not fence.wait(_LOOK_SECONDS):
+                if self._closed and not fence.wait(_CLOSE_SECONDS / 2):
                     raise MisuseError(f"stream {self._name} closed before a fence was done")
 
         self.enqueue(block)
 
     def close(self) -> None:
-        """Do what is queued, bounded, and end the thread."""
-        self._closed = True
-        if self._thread is None:
-            return
-        self._work.put(None)
+        """Do what is queued, bounded, and end the thread. Idempotent."""
+        with self._lock:
+            self._closed = True
+            if self._thread is None:
+                return
+            self._work.put(None)
         self._thread.join(_CLOSE_SECONDS)
         if self._thread.is_alive():
             _log.warning("%s still hangs at close; it is left behind", self._thread.name)
+
+    def _put(self, work: Callable[[], None]) -> None:
+        with self._lock:
+            if self._closed:
+                raise MisuseError(f"stream {self._name} is closed")
+            self._work.put(work)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"kvtier-{self._name}", daemon=True
+                )
+                self._thread.start()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
@@ -112,6 +125,7 @@ class CpuStream:
                 work()
             except BaseException as error:  # noqa: BLE001  (the next fence raises it)
                 self._error = self._error or error
+            del work  # or the slots that it copied are held until the next one comes
 
 
 class CpuDevice:
@@ -129,7 +143,7 @@ class CpuDevice:
         """See Device."""
         return self._streams[role]
 
-    def pages(self, tensor: Any, planes: int) -> NDArray[np.uint8]:
+    def pages(self, tensor: Any, planes: int, block_bytes: int) -> NDArray[np.uint8]:
         """See Device."""
         array = tensor
         if not isinstance(tensor, np.ndarray):
@@ -142,17 +156,16 @@ class CpuDevice:
             array = tensor.detach().view(torch.uint8).numpy()
         if not array.flags.c_contiguous:
             raise ConfigError("a KV tensor must be contiguous")
-        lead, at = 1, 0
-        while lead < planes and at < array.ndim:
-            lead *= array.shape[at]
-            at += 1
-        if lead != planes or at >= array.ndim - 1:
-            raise ConfigError(
-                f"a KV tensor of shape {tuple(tensor.shape)} does not begin with {planes} planes "
-                "(layers x K and V) followed by blocks"
-            )
-        flat: NDArray[np.uint8] = array.reshape(planes, array.shape[at], -1).view(np.uint8)
-        return flat
+        shape = array.shape
+        for at in range(array.ndim):  # a model of one plane, or one layer, has dimensions of one
+            rest = math.prod(shape[at + 1 :]) * array.itemsize
+            if math.prod(shape[:at]) == planes and rest == block_bytes:
+                flat: NDArray[np.uint8] = array.view(np.uint8).reshape(planes, shape[at], rest)
+                return flat
+        raise ConfigError(
+            f"a KV tensor of shape {tuple(tensor.shape)} is not {planes} planes (layers x K and V) "
+            f"of blocks of {block_bytes} bytes; check dtype, block size, heads and head size"
+        )
 
     def host_fence(self) -> CpuFence:
         """See Device. The CPU engine computes on the calling thread, so it is done."""
@@ -171,10 +184,10 @@ class CpuDevice:
         self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence], groups: int = 1
     ) -> list[Fence]:
         """See Device."""
-        queued = self._after(stream, after)
         fences: list[Fence] = []
         planes = copies[0].pages.shape[0] if copies else 0
         for index in range(groups):
+            queued = self._after(stream, after)  # for each: one that failed holds back all groups
             part = slice(planes * index // groups, planes * (index + 1) // groups)
             for copy in copies:
                 queued.enqueue(partial(_copy, copy, part, into_slot=False))
