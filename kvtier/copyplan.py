@@ -58,7 +58,7 @@ class CopyPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
         try:
             plan = msgspec.msgpack.decode(data, type=cls)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise ProtocolError(f"not a copy plan: {error}") from error
+            raise ProtocolError(f"not a copy plan of version {PLAN_VERSION}: {error}") from error
         if plan.version != PLAN_VERSION:
             raise ProtocolError(f"plan version {plan.version}; this kvtier reads {PLAN_VERSION}")
         return plan
