@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier.catalog.lease import Lease
+from kvtier.clock import monotonic
 from kvtier.device.base import Fence
 from kvtier.seams import CancelledError, Future
 
@@ -76,9 +77,11 @@ class CopyTransfer:
     def _look(self, timeout: float | None) -> CopyResult | None:
         """Return the outcome; None when not settled within `timeout`, or now."""
         cause = ""
+        until = None if timeout is None else monotonic() + timeout
         for fence in self.groups:
             try:
-                if not (fence.done() if timeout is None else fence.wait(timeout)):
+                left = None if until is None else max(until - monotonic(), 0.0)
+                if not (fence.done() if left is None else fence.wait(left)):
                     return None
             except Exception as error:  # noqa: BLE001  (a copy's fault is a value)
                 cause = cause or f"{type(error).__name__}: {error}"
@@ -116,8 +119,12 @@ class FetchTransfer:
         self._running.add_done_callback(lambda _: call())
 
     def __await__(self) -> Generator[Any, None, Lease | None]:
-        """Await the lease."""
-        return asyncio.wrap_future(self._running).__await__()
+        """Await the lease. Cancelling this does not cancel the fetch: ask again, or abandon it."""
+        return self._arrived().__await__()
+
+    async def _arrived(self) -> Lease | None:
+        await asyncio.wait((asyncio.wrap_future(self._running),))  # cancels nothing
+        return self.result(0)
 
 
 def _release(running: Future[Lease | None]) -> None:
