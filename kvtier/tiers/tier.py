@@ -5,11 +5,12 @@ Whatever the Store does, what comes out is a value: exact bytes, or a status tha
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from kvtier.clock import Clock
-from kvtier.errors import StoreError
+from kvtier.errors import Unavailable
 from kvtier.events import Reporter
 from kvtier.identity.record import CODEC_RAW, Header, RecordId, checksum
 from kvtier.metrics import Metrics
@@ -24,6 +25,8 @@ T = TypeVar("T")
 
 HUNG_SECONDS: Final = 30.0
 """A call that runs longer counts as hung."""
+
+_CLOSE_SECONDS: Final = 5.0
 
 
 class Wanted(NamedTuple):
@@ -68,12 +71,13 @@ class Tier:
         self._breaker = Breaker(clock)
         self._report = Reporter(clock)
         self._running: dict[int, float] = {}
+        self._tasks: dict[int, asyncio.Task[object]] = {}
         self._calls = 0
 
     @property
     def available(self) -> bool:
         """Say whether calls pass at the moment."""
-        return self._breaker.closed
+        return self._breaker.closed and not self._hung()
 
     async def read(self, wanted: Sequence[Wanted]) -> list[Fetched]:
         """Fill the buffers with verified bytes. A buffer is the call's until this returns."""
@@ -108,41 +112,59 @@ class Tier:
         return await self._call(self.store.contains_many, list(ids), [Status.FAILED] * len(ids))
 
     def close(self) -> None:
-        """End the threads, bounded, and close the Store. Blocks."""
-        self._pool.close()
+        """End the threads and close the Store, both bounded. Blocks."""
+        self._pool.close(_CLOSE_SECONDS)
+        closer = IoPool(f"{self.name}-close", 1)  # a call that hangs may hold the Store's lock
         try:
-            self.store.close()
-        except (StoreError, OSError) as error:
-            self._report.warn(self.name, f"close: {error}")
+            closer.submit(self.store.close).result(_CLOSE_SECONDS)
+        except TimeoutError:
+            self._report.warn(self.name, "close: it hangs, and is left behind")
+        except Exception as error:  # noqa: BLE001  (a plug-in may raise anything; P2)
+            self._report.warn(self.name, f"close: {type(error).__name__}: {error}")
+        closer.close(0)
 
     async def _call(
         self, call: Callable[[list[A]], list[T]], items: list[A], failed: list[T]
     ) -> list[T]:
-        """Run a batch in the pool; answer `failed` when the breaker is open or the call raises."""
+        """Run a batch in the pool; answer `failed` when the breaker is open or the call raises.
+
+        Cancelling this does not stop the call, and it is counted until it ends.
+        """
         if not items:
             return []
-        if self._hung() or not self._breaker.allow():
+        if self._hung():
+            self._metrics.add("tier_errors", tier=self.name)
+            self._report.warn(self.name, f"every call hangs for more than {HUNG_SECONDS:.0f} s")
+            return failed
+        if not self._breaker.allow():
             return failed
         self._calls += 1
         serial = self._calls
+        task = asyncio.create_task(self._run(call, items, failed), name=f"{self.name}-{serial}")
         self._running[serial] = self._clock()
+        self._tasks[serial] = task
+
+        def ended(_: object) -> None:
+            del self._running[serial], self._tasks[serial]
+
+        task.add_done_callback(ended)
+        return await asyncio.shield(task)
+
+    async def _run(
+        self, call: Callable[[list[A]], list[T]], items: list[A], failed: list[T]
+    ) -> list[T]:
         try:
-            out = await self._flow.io(self._pool, call, items)
-        except Exception as error:  # noqa: BLE001  (a plug-in may raise anything; P2)
-            self._fail(f"{type(error).__name__}: {error}")
+            out = await self._flow.io(self._pool, _guarded, call, items)
+        except Exception as error:  # noqa: BLE001  (P2)
+            self._metrics.add("tier_errors", tier=self.name)
+            self._report.warn(self.name, str(error))
+            self._breaker.report(ok=False)
             return failed
-        finally:
-            del self._running[serial]
         bad = sum(_failed(one) for one in out)
         if bad:
             self._metrics.add("tier_errors", bad, tier=self.name)
         self._breaker.report(ok=bad < len(out))
         return out
-
-    def _fail(self, cause: str) -> None:
-        self._metrics.add("tier_errors", tier=self.name)
-        self._report.warn(self.name, cause)
-        self._breaker.report(ok=False)
 
     def _hung(self) -> bool:
         """Say whether every thread sits in a call that does not return."""
@@ -153,6 +175,21 @@ class Tier:
         """Read and verify, on a thread of the pool."""
         reads = self.store.read_many([one.id for one in wanted], [one.into for one in wanted])
         return [_verify(read, one) for read, one in zip(reads, wanted, strict=True)]
+
+
+def _guarded(call: Callable[[list[A]], list[T]], items: list[A]) -> list[T]:
+    """Call a Store, on a thread of the pool. Whatever it raises becomes one kind of error.
+
+    A plug-in may raise what an event loop takes for its own, such as CancelledError or SystemExit.
+    """
+    try:
+        out = call(items)
+        count = len(out)
+    except BaseException as error:
+        raise Unavailable(f"{type(error).__name__}: {error}") from error
+    if count != len(items):
+        raise Unavailable(f"the store gave {count} answers for {len(items)} records")
+    return out
 
 
 def _failed(outcome: object) -> bool:
