@@ -133,7 +133,7 @@ def load_store(entry: EntryPoint) -> type[Store]:
 def _query(url: str, query: str) -> dict[str, str]:
     """Read ``a=b&c=d``, refusing what is malformed or said twice."""
     try:
-        pairs = parse_qsl(query, strict_parsing=True) if query else []
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
     except ValueError as error:
         raise ConfigError(f"the options of {url!r} must look like ?capacity=8GiB&a=b") from error
     given = dict(pairs)
