@@ -68,6 +68,11 @@ class _Read:
     end: int
     runs: tuple[_Run, ...]
 
+    @property
+    def keys(self) -> int:
+        """Keys that its last queries see, padding included."""
+        return self.runs[-1].keys
+
 
 class PagedAttention:
     """One step's attention: planned once, then written to and read from layer by layer."""
@@ -86,12 +91,11 @@ class PagedAttention:
         self._slots = kv.flatten(2, 3).flatten(3)
         self._targets = _slots(spans, block_tokens)
         self._reads = list(_reads(spans, config, block_tokens, dtype))
-        most = max(len(span.blocks) for span in spans)
-        keys = max(run.keys for read in self._reads for run in read.runs)
+        # The spans take turns in these: what they read is packed as it lies, then widened.
+        most = max(len(read.blocks) for read in self._reads)
+        keys = max(read.keys for read in self._reads)
         self._packed = kv.new_empty(2 * most * self._blocks.shape[3])
-        self._wide = torch.empty(
-            2, max(keys, most * block_tokens), config.kv_size, dtype=dtype, device=kv.device
-        )
+        self._wide = torch.empty(2, max(keys, most * block_tokens), config.kv_size, dtype=dtype)
 
     def write(self, layer: int, fresh: torch.Tensor) -> None:
         """Round the step's new keys and values to the pool's dtype and put them into it.
@@ -135,7 +139,7 @@ class PagedAttention:
         config, wide = self._config, self._wide
         tokens = packed.view(2, -1, config.kv_size)
         wide[:, : tokens.shape[1]].copy_(tokens)
-        wide[:, read.end :].zero_()
+        wide[:, read.end : read.keys].zero_()
         heads = wide.view(2, 1, -1, config.kv_heads, config.head_size).transpose(2, 3)
         return heads[0], heads[1]
 

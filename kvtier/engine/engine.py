@@ -192,7 +192,7 @@ class Engine:
             self._scheduler.settle(connector.poll())
         work = self._scheduler.schedule()
         if not work:
-            if connector is not None and (self.unfinished or self._scheduler.held):
+            if connector is not None and not self.idle:
                 connector.wait(_WAIT_SECONDS)
             return
         logits = iter(self.model.forward([span for _, span in work], self.kv).numpy())

@@ -186,7 +186,7 @@ def test_outputs_are_those_of_the_engine_alone(model, expected, options):
     for _ in range(3):
         assert tokens_of(engine.generate(PROMPTS, SAMPLING)) == expected
     assert connector.store
-    while engine._scheduler.held:
+    while not engine.idle:
         engine.step()
     assert engine._pool.free == engine._pool.num_blocks
 
@@ -255,7 +255,7 @@ def test_other_requests_run_while_one_loads(model):
 def test_an_aborted_load_keeps_its_blocks_until_released(model):
     engine, connector = connected(model, delay=4)
     engine.generate([prompt(64)], Sampling(1))
-    while engine._scheduler.held or connector.saves:
+    while not engine.idle or connector.saves:
         engine.step()
     request_id = engine.submit(prompt(64), Sampling(1))
     engine.step()
@@ -263,7 +263,7 @@ def test_an_aborted_load_keeps_its_blocks_until_released(model):
     engine.abort(request_id)
     assert engine.unfinished == 0
     assert engine._pool.free == 60
-    while engine._scheduler.held:
+    while not engine.idle:
         engine.step()
     assert engine._pool.free == 64
     engine.abort(request_id)
@@ -287,6 +287,23 @@ def test_preempted_requests_come_back_from_the_cache(model):
     assert tokens_of(completions) == roomy
     assert sum(completion.finish.stats.preemptions for completion in completions)
     assert any(call[0] == "load" for call in connector.calls)
+
+
+def test_a_preempted_request_is_aborted_while_its_blocks_are_held(model):
+    engine, connector = connected(model, num_blocks=14, delay=60)
+    for seed in range(5):
+        engine.submit(prompt(40, seed), Sampling(60))
+    while not connector.ended:
+        engine.step()
+    (preempted,) = connector.ended
+    matches = connector.asked[preempted]
+    engine.step()
+    assert connector.asked[preempted] == matches, "not matched again while blocks are held"
+    engine.abort(preempted)
+    assert connector.calls.count(("finish", preempted)) == 1
+    while not engine.idle:
+        engine.step()
+    assert engine._pool.free == 14
 
 
 def test_one_connector_closed_with_the_engine(model):
