@@ -19,6 +19,7 @@ __all__ = ["Recovered", "recover"]
 
 _logger = logging.getLogger(__name__)
 _PAGE_OF_ENTRIES = 4096
+_INDEX_SHARE = 4  # the smallest slots need an eighth
 _KEEP_SHARE = 16  # an unreadable index is kept if it takes at most this part of the capacity
 
 
@@ -68,7 +69,7 @@ def _discard_what_cannot_be_used(directory: SlabDirectory, capacity: int) -> Non
             directory.path,
         )
         directory.discard()
-    elif directory.index.stat().st_size > capacity // 2:
+    elif directory.index.stat().st_size > INDEX_FLOOR + capacity // _INDEX_SHARE:
         _logger.warning(
             "the index of %s was made for a capacity far above %s; starting empty",
             directory.path,

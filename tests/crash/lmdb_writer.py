@@ -1,0 +1,213 @@
+"""What the crash tests kill: a process that writes, replaces and deletes records in a loop.
+
+``python lmdb_writer.py FOLDER DURABILITY GUARD`` forks one writer after another. Writer N works in
+FOLDER/N and kills itself with SIGKILL at its Nth step, until one comes to its end. Steps are every
+call on a segment, a payload being written in pieces, and the moments before and after the index
+is committed and a record is published. What each writer was told goes to FOLDER/N.log.
+With step 0 nothing is killed from within: the test kills from outside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
+from kvtier.storage_backends.slab import FileIO, Segment
+from kvtier.storage_backends.slab_index import Index
+from kvtier.storage_backends.slab_ledger import Batch, Ledger
+from kvtier.testing.records import make_record
+from kvtier.tiers.store import Status, Write
+
+CAPACITY = 3 << 20
+PIECE = 64 << 10
+SIZES = (90_000, 150_000)
+NAMES = 7
+WRITES = 22
+
+
+@functools.cache
+def record_of(number: int, version: int) -> Write:
+    """Return the record that is version `version` of name `number`; its depth tells both."""
+    size = SIZES[(number + version // 12) % len(SIZES)]
+    record = make_record(number, size, version=version)
+    return Write(dataclasses.replace(record.header, depth=NAMES * version + number), record.data)
+
+
+class Steps:
+    """Counts steps, and kills the process at one of them."""
+
+    def __init__(self, at: int) -> None:
+        self.left = at
+
+    def __call__(self) -> None:
+        self.left -= 1
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class SteppingIO(FileIO):
+    """Does everything in steps, and writes in pieces, as a kernel may under load."""
+
+    def __init__(self, step: Steps) -> None:
+        self.step = step
+
+    def fallocate(self, descriptor: int, length: int) -> None:
+        self.step()
+        super().fallocate(descriptor, length)
+        self.step()
+
+    def fdatasync(self, descriptor: int) -> None:
+        self.step()
+        super().fdatasync(descriptor)
+        self.step()
+
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        done = 0
+        for buffer in buffers:
+            for start in range(0, len(buffer), PIECE):
+                self.step()
+                piece = buffer[start : start + PIECE]
+                done += super().pwrite(descriptor, [piece], offset + done)
+        self.step()
+        return done
+
+
+class SteppingStore(LmdbSlabStore):
+    """The store, with its guards."""
+
+
+class PublishFirst(LmdbSlabStore):
+    """Without a guard: a record is in the index before its payload is on the disk."""
+
+    def _fill(
+        self, segment: Segment, slot: int, name: bytes, head: bytes, data: memoryview
+    ) -> Batch:
+        batch = self._ledger.publish(name, segment, slot, head)
+        self._ledger.commit(batch)
+        self._files.write(segment, slot, head, data)
+        return batch
+
+
+class OverwriteLive(LmdbSlabStore):
+    """Without a guard: a record is replaced in its own slot."""
+
+    def _fill(
+        self, segment: Segment, slot: int, name: bytes, head: bytes, data: memoryview
+    ) -> Batch:
+        (old,) = self._ledger.find([name])
+        live = old and self._ledger._slabs.segments.get(old.segment)
+        if old and live and live.stride == segment.stride:
+            self._files.write(live, old.slot, head, data)
+        return super()._fill(segment, slot, name, head, data)
+
+
+class FreeFirst(LmdbSlabStore):
+    """Without a guard: a slot is free before the index has forgotten what was in it.
+
+    The deletion is committed together with the write that reuses the slot.
+    """
+
+    def delete_many(self, ids: Sequence[bytes]) -> list[Status]:
+        statuses = self.contains_many(ids)
+        with self._ledger._lock:
+            for name in ids:
+                self._ledger._enter(name, None)
+            for segment, slot in self._ledger._pending.releases:
+                segment.release(slot)
+            self._ledger._pending.releases.clear()
+        return statuses
+
+
+GUARDS = {
+    "all": SteppingStore,
+    "publish-first": PublishFirst,
+    "overwrite-live": OverwriteLive,
+    "free-first": FreeFirst,
+}
+
+
+def turns(count: int) -> Iterator[tuple[int, int]]:
+    """Yield names and versions: some replace what is there, some what was evicted."""
+    choose = random.Random(2)
+    for version in range(count):
+        yield choose.randrange(NAMES), version
+
+
+def work(store: LmdbSlabStore, log: int, rounds: int = WRITES) -> None:
+    """Write and delete; note each intention (small letter) and each OK (capital)."""
+    there: list[int] = []
+    for number, version in turns(rounds):
+        record = record_of(number, version)
+        os.write(log, b"w %d %d\n" % (number, version))
+        (status,) = store.write_many([record])
+        while status is Status.FULL and there:
+            victim = there.pop(0)
+            os.write(log, b"d %d -1\n" % victim)
+            if store.delete_many([record_of(victim, 0).header.id]) == [Status.OK]:
+                os.write(log, b"D %d -1\n" % victim)
+            (status,) = store.write_many([record])
+        assert status is Status.OK, status
+        os.write(log, b"W %d %d\n" % (number, version))
+        there = [other for other in there if other != number] + [number]
+
+
+def stepping(at: int) -> SteppingIO:
+    """Return an IO that steps, and let the ledger step with it."""
+    step = Steps(at)
+    commit, publish = Index.commit, Ledger.publish
+
+    def commit_in_steps(self: Index, operations: object) -> None:
+        step()
+        commit(self, operations)
+        step()
+
+    def publish_in_steps(self: Ledger, *arguments: object) -> Batch:
+        step()
+        batch = publish(self, *arguments)
+        step()
+        return batch
+
+    Index.commit, Ledger.publish = commit_in_steps, publish_in_steps
+    return SteppingIO(step)
+
+
+def main(folder: Path, durability: str, guard: str, at: int) -> None:
+    """Do the work once, in `folder`."""
+    log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    store = GUARDS[guard](folder, CAPACITY, durability=durability, io=stepping(at))
+    rounds = WRITES if at else 1 << 30
+    work(store, log, rounds)
+    store.close()
+
+
+def fork_until_done(folder: Path, durability: str, guard: str, every: int) -> None:
+    """Let a writer die at each step, or at each `every`th."""
+    at = 1
+    for number, version in turns(WRITES):
+        record_of(number, version)
+    while True:
+        child = os.fork()
+        if child == 0:
+            main(folder / str(at), durability, guard, at)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
+        if os.WTERMSIG(status) != signal.SIGKILL:
+            raise SystemExit(f"the writer of step {at} died otherwise: {status}")
+        at += every
+
+
+if __name__ == "__main__":
+    where, mode, which, stride = sys.argv[1:5]
+    if stride == "0":
+        main(Path(where), mode, which, 0)
+    else:
+        fork_until_done(Path(where), mode, which, int(stride))
