@@ -165,12 +165,10 @@ class ReferenceConnector:
         state = self._states.setdefault(request_id, _State())
         if chunks <= state.saved_chunks:
             return
-        if state.prefix is None or len(state.prefix.parts) < chunks:
+        if state.prefix is None or len(state.prefix.names) < chunks:
             known = state.prefix
             state.prefix = self._cache.prefix(tokens, _request(identity), known)
-        computed = Prefix(
-            tokens, state.prefix.keys[:chunks], state.prefix.parts[:chunks], state.prefix.request
-        )
+        computed = state.prefix.head(tokens, chunks)
         plan = self._cache.plan_save(computed, block_ids, first=state.saved_chunks)
         state.saved_chunks = chunks
         if plan is not None:

@@ -129,15 +129,15 @@ class Cache:
         """
         self._check()
         prefix = tokens if isinstance(tokens, Prefix) else self.prefix(tokens, request)
-        found = self._catalog.match([[part.name for part in chunk] for chunk in prefix.parts])
+        found = self._catalog.match(prefix.names)
         limit = max(len(prefix.tokens) - 1, 0) // self._block * self._block
         usable = min(len(found) * self._chunk, limit)
         chunks = -(-usable // self._chunk)
         names = list(self._numbers)
         unknown = (
-            len(found) < len(prefix.parts)
+            len(found) < len(prefix.names)
             and len(found) * self._chunk < limit
-            and self._moves.worth_asking(prefix.parts[len(found)][0].name)
+            and self._moves.worth_asking(prefix.names[len(found)][0])
         )
         return Match(prefix, usable, tuple(names[tier] for tier in found[:chunks]), unknown)
 
@@ -149,10 +149,10 @@ class Cache:
         None when one of them is not in DRAM: ``fetch`` them. Memory only.
         """
         self._check()
-        chunks = match.prefix.parts[first : match.chunks]
+        chunks = match.prefix.names[first : match.chunks]
         if not chunks:
             return None
-        return self._catalog.lease(first, [[p.name for p in chunk] for chunk in chunks], deadline)
+        return self._catalog.lease(first, chunks, deadline)
 
     def fetch(
         self, match: Match, *, timeout: float, deadline: float, first: int = 0
@@ -166,7 +166,7 @@ class Cache:
         limit = max(len(match.prefix.tokens) - 1, 0) // self._block * self._block
         last = -(-limit // self._chunk) if match.unknown else match.chunks
         work = self._moves.fetch(
-            match.prefix.parts[:last], match.chunks, first, within=timeout, hold=deadline
+            match.prefix, range(first, last), match.chunks, within=timeout, hold=deadline
         )
         return FetchTransfer(self._flow.spawn(work))
 
@@ -211,7 +211,7 @@ class Cache:
         request stays unsaved, so that there are no holes.
         """
         self._check()
-        flat = [part for chunk in prefix.parts[first:] for part in chunk]
+        flat = [part for chunk in prefix.parts(first) for part in chunk]
         width = len(self._namer.names)
         known = self._catalog.absent(flat) // width
         wanted = flat[known * width :]
@@ -261,8 +261,7 @@ class Cache:
         for tier, tokens in tiers.items():
             self.metrics.add("hit_tokens", tokens, tier=tier)
         if any(tier.admission == "second-touch" for tier in self._tiers.values()):
-            used = match.prefix.parts[first:]
-            names = [part.name for chunk in used for part in chunk]
+            names = [name for chunk in match.prefix.names[first:] for name in chunk]
             self._flow.spawn(self._moves.offer_used(names))
 
     # ---- the worker's side

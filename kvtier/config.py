@@ -9,14 +9,16 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl
 
 from kvtier.errors import ConfigError, unknown
 from kvtier.tiers.store import Store
 from kvtier.units import parse_bytes
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["ADMISSIONS", "Config", "TierConfig", "load_store", "parse_tier", "store_types"]
 
@@ -27,13 +29,17 @@ _GROUP: Final = "kvtier.storage_backends"
 
 @dataclass(frozen=True, slots=True)
 class TierConfig:
-    """One tier. capacity: bytes, None for unbounded. options: parsed, all of the Store's."""
+    """One tier. capacity: bytes, None for unbounded. options: parsed, all of the Store's.
+
+    store: one that is open already, in place of the one that scheme and location name.
+    """
 
     scheme: str
     location: str
     capacity: int | None
     admission: str = "through"
     options: Mapping[str, object] = field(default_factory=dict)
+    store: Store | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +124,8 @@ def parse_tier(url: str) -> TierConfig:
 
 def store_types() -> dict[str, EntryPoint]:
     """Return the Stores that are installed, by scheme, without loading them."""
+    from importlib.metadata import entry_points  # 20 ms, which `import kvtier` need not take
+
     return {entry.name: entry for entry in entry_points(group=_GROUP)}
 
 

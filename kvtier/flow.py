@@ -20,6 +20,7 @@ from kvtier.clock import Clock
 from kvtier.identity.record import RecordId, checksum
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
+from kvtier.prefix import Prefix
 from kvtier.seams import Flow, IoPool
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Tier
@@ -122,26 +123,20 @@ class Moves:
         return bool(self._shared) and self._probe.due(name)
 
     async def fetch(
-        self,
-        parts: Sequence[Sequence[Part]],
-        known: int,
-        first: int,
-        *,
-        within: float,
-        hold: float,
+        self, prefix: Prefix, chunks: range, known: int, *, within: float, hold: float
     ) -> Lease | None:
-        """Bring chunks [first, ...) up into DRAM and lease them.
+        """Bring chunks of a prompt up into DRAM and lease them.
 
-        parts: those of each chunk from the prompt's first; known: how many chunks the index
-        knew; what follows is asked of the shared tiers first.
+        chunks: from the first that is wanted to the last that could be had; known: how many the
+        index knew, counted from the prompt's first; what follows is asked of the shared tiers.
         """
         count = known
-        if known < len(parts):
-            count += await self._ask(parts[known:])
-        if count <= first:
+        if known < chunks.stop:
+            count += await self._ask(prefix.parts(known, chunks.stop))
+        names = prefix.names[chunks.start : count]
+        if not names:
             return None
-        names = [[part.name for part in chunk] for chunk in parts[first:count]]
-        lease = await self._fetcher.fetch(first, names, within=within, hold=hold)
+        lease = await self._fetcher.fetch(chunks.start, names, within=within, hold=hold)
         if lease is not None:
             self.offer([name for chunk in names[: lease.chunks] for name in chunk])
         return lease

@@ -21,12 +21,36 @@ _PLAIN: Final = Request()
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """tokens: int32 [n]. keys: of the complete chunks; parts: those of each chunk."""
+    """tokens: int32 [n]. keys: of the complete chunks; names: for each, of its parts.
+
+    nbytes: raw bytes of each part of a chunk.
+    """
 
     tokens: NDArray[np.int32]
     keys: list[bytes]
-    parts: list[tuple[Part, ...]]
+    names: list[tuple[RecordId, ...]]
+    nbytes: tuple[int, ...]
     request: Request
+
+    def parts(self, first: int, stop: int | None = None) -> list[tuple[Part, ...]]:
+        """Return the parts of chunks [first, stop), each with its parent's name."""
+        orphan: tuple[RecordId | None, ...] = (None,) * len(self.nbytes)
+        return [
+            tuple(
+                Part(name, above, depth, size)
+                for name, above, size in zip(
+                    self.names[depth],
+                    self.names[depth - 1] if depth else orphan,
+                    self.nbytes,
+                    strict=True,
+                )
+            )
+            for depth in range(first, len(self.names) if stop is None else stop)
+        ]
+
+    def head(self, tokens: NDArray[np.int32], chunks: int) -> Prefix:
+        """Return the first `chunks` chunks, as the prefix of `tokens`."""
+        return Prefix(tokens, self.keys[:chunks], self.names[:chunks], self.nbytes, self.request)
 
 
 class Namer:
@@ -42,6 +66,7 @@ class Namer:
             for shard in range(shards)
         )
         self.nbytes = tuple(geometry.part_bytes(name) for name in self.names)
+        self._suffixes = tuple(record_id(b"", name) for name in self.names)
 
     def prefix(self, tokens: TokenIds, request: Request | None, known: Prefix | None) -> Prefix:
         """Name a prompt; what `known`, an earlier state of it, has is not hashed again.
@@ -56,13 +81,6 @@ class Namer:
         keys = chunk_keys(
             root, ids, self._chunk_tokens, request.spans, known=known.keys if known else ()
         )
-        parts = list(known.parts) if known else []
-        above: list[RecordId | None] = [None] * len(self.names)
-        if parts:
-            above = [part.name for part in parts[-1]]
-        for depth in range(len(parts), len(keys)):
-            names = [record_id(keys[depth], name) for name in self.names]
-            rows = zip(names, above, self.nbytes, strict=True)
-            parts.append(tuple(Part(name, up, depth, nbytes) for name, up, nbytes in rows))
-            above = list(names)
-        return Prefix(ids, keys, parts, request)
+        # A column for each part, so that one long prompt costs one comprehension.
+        columns = [[key + suffix for key in keys] for suffix in self._suffixes]
+        return Prefix(ids, keys, list(zip(*columns, strict=True)), self.nbytes, request)

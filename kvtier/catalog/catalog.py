@@ -61,21 +61,20 @@ class Catalog:
         in no tier. Touches what it found, deepest first, so that heads outlive tails.
         """
         with self._lock:
-            index, found, rows = self._index, [], []
-            find, present = index.rows.get, index.present
+            find, present = self._index.rows.get, self._index.present
+            found: list[int] = []
+            rows: list[int] = []
             for parts in names:
-                slowest = DRAM
+                slowest = 1
                 for name in parts:
-                    row = find(name)
-                    if row is None or not present[row]:
-                        slowest = NO_ROW
-                        break
-                    bits = present[row]
-                    slowest = max(slowest, (bits & -bits).bit_length() - 1)
+                    row = find(name, NO_ROW)
+                    bits = present[row] if row != NO_ROW else 0
+                    if not bits:
+                        self._room.touch(rows)
+                        return found
+                    slowest = max(slowest, bits & -bits)
                     rows.append(row)
-                if slowest == NO_ROW:
-                    break
-                found.append(slowest)
+                found.append(slowest.bit_length() - 1)
             self._room.touch(rows)
             return found
 

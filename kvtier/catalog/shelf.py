@@ -36,13 +36,9 @@ class Room:
 
     def touch(self, rows: Sequence[int]) -> None:
         """Mark a chain as used, deepest first, in every tier that has it."""
-        present = self.index.present
-        for tier, shelf in enumerate(self.shelves):
-            bit = 1 << tier
-            touch = shelf.policy.touch
-            for row in reversed(rows):
-                if present[row] & bit:
-                    touch(row)
+        deepest_first = rows[::-1]
+        for shelf in self.shelves:
+            shelf.policy.touch(deepest_first)
 
     def in_dram(self, row: int) -> bool:
         """Say whether the part's bytes are whole in its slot."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 __all__ = ["Policy"]
@@ -15,8 +15,11 @@ class Policy(Protocol):
         """A part came into the tier, or came again."""
         ...
 
-    def touch(self, row: int) -> None:
-        """A part was used. A chain is touched deepest-first, so that its head is newest."""
+    def touch(self, rows: Sequence[int]) -> None:
+        """Parts were used, in this order; those that are not in the tier are passed over.
+
+        A chain comes deepest-first, so that its head is newest.
+        """
         ...
 
     def remove(self, row: int) -> None:

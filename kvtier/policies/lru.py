@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 __all__ = ["Lru"]
@@ -30,18 +30,19 @@ class Lru:
             self._older.extend([_NONE] * grow)
             self._newer.extend([_NONE] * grow)
         if self._inside[row]:
-            self.touch(row)
+            self.touch((row,))
             return
         self._inside[row] = 1
         self._count += 1
         self._append(row)
 
-    def touch(self, row: int) -> None:
-        """See Policy. A no-op for a row that is not inside."""
-        if row == self._newest or row >= len(self._inside) or not self._inside[row]:
-            return
-        self._unlink(row)
-        self._append(row)
+    def touch(self, rows: Sequence[int]) -> None:
+        """See Policy."""
+        inside = self._inside
+        for row in rows:
+            if row != self._newest and row < len(inside) and inside[row]:
+                self._unlink(row)
+                self._append(row)
 
     def remove(self, row: int) -> None:
         """See Policy."""

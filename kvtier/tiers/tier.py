@@ -121,7 +121,7 @@ class Tier:
             self._report.warn(self.name, "close: it hangs, and is left behind")
         except Exception as error:  # noqa: BLE001  (a plug-in may raise anything; P2)
             self._report.warn(self.name, f"close: {type(error).__name__}: {error}")
-        closer.close(0)
+        closer.close(1.0)
 
     async def _call(
         self, call: Callable[[list[A]], list[T]], items: list[A], failed: list[T]

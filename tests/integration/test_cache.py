@@ -450,7 +450,7 @@ def test_a_child_process_cannot_use_its_parents_cache(toy):
     [
         (["dram:1KiB"], "below one chunk"),
         (["dram:900TiB"], "available"),
-        (["lmdb:/tmp/x?capacity=1GiB"], "begins with one dram"),
+        (["lmdb:/somewhere?capacity=1GiB"], "begins with one dram"),
         (["dram:1MiB", "lmbd:/x?capacity=1GiB"], "did you mean 'lmdb'"),
         (["dram:1MiB", "lmdb:/proc/nowhere?capacity=1GiB"], "/proc"),
     ],

@@ -1,0 +1,85 @@
+"""How long `match` and `import kvtier` take, beside the arithmetic that bounds them.
+
+    python benchmarks/match.py [--json FILE]
+
+match: 131,072 tokens as an int32 array, all 512 chunks cached, hashing included; its bound is
+sha256 over the same bytes. import: of a fresh interpreter, beside that of numpy alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+import kvtier
+from kvtier.catalog.catalog import Part
+
+TOKENS = 131_072
+ROUNDS = 21
+
+
+def cached(tokens: np.ndarray) -> kvtier.Cache:
+    """Return a cache that has every chunk of the prompt; a small part each, for the memory."""
+    geometry = kvtier.Geometry((kvtier.Component(layers=1, heads=1, head_size=8),))
+    cache = kvtier.open("dram:16MiB", namespace=kvtier.Namespace("bench", geometry))
+    parts: list[Part] = [part for chunk in cache.prefix(tokens).parts(0) for part in chunk]
+    for part, slot in zip(parts, cache._catalog.reserve(parts), strict=True):  # noqa: SLF001
+        cache._catalog.commit(part.name, slot, bytes(16))  # noqa: SLF001
+    return cache
+
+
+def milliseconds(call: Callable[[], object]) -> float:
+    """Time one call."""
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Summarise: median, least, most."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def interpreter(code: str) -> float:
+    """Time a statement inside a fresh interpreter, so that starting it does not count."""
+    timed = f"import time; t = time.perf_counter(); {code}; print((time.perf_counter() - t) * 1e3)"
+    return float(
+        subprocess.run([sys.executable, "-c", timed], capture_output=True, check=True).stdout
+    )
+
+
+def main() -> None:
+    """Measure, interleaved, and print."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--json", type=Path)
+    options = arguments.parse_args()
+    tokens = np.random.default_rng(0).integers(0, 50_000, TOKENS).astype(np.int32)
+    figures: dict[str, list[float]] = {"match": [], "sha256": [], "import": [], "import_numpy": []}
+    with cached(tokens) as cache:
+        if cache.match(tokens).tokens != TOKENS - 16:
+            sys.exit("the prompt is not wholly cached")
+        for _ in range(ROUNDS):
+            figures["match"].append(milliseconds(lambda: cache.match(tokens)))
+            figures["sha256"].append(milliseconds(lambda: hashlib.sha256(tokens.data).digest()))
+    for _ in range(ROUNDS):
+        figures["import"].append(interpreter("import kvtier"))
+        figures["import_numpy"].append(interpreter("import numpy"))
+    report = {name: spread(values) for name, values in figures.items()}
+    for name, row in report.items():
+        print(f"{name:13} {row['median']:8.2f} ms   ({row['min']:.2f} to {row['max']:.2f})")
+    print("limits: match 2 ms, import 150 ms")
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
