@@ -164,7 +164,8 @@ class Cache:
         """
         self._check()
         limit = max(len(match.prefix.tokens) - 1, 0) // self._block * self._block
-        last = -(-limit // self._chunk) if match.unknown else match.chunks
+        most = min(-(-limit // self._chunk), len(match.prefix.names))  # complete chunks only
+        last = most if match.unknown else match.chunks
         work = self._moves.fetch(
             match.prefix, range(first, last), match.chunks, within=timeout, hold=deadline
         )
