@@ -147,21 +147,19 @@ class Catalog:
         """
         with self._lock:
             self._leases.expire()
-            kept = self._room.hold_names(part.parent for part in parts[:1] if part.parent)
+            kept = self._room.hold_names(part.parent for part in parts if part.parent)
             slots: list[Slot] = []
-            rows: list[int] = []
             for part in parts:
                 if self._room.known(self._index.find(part.name)):
                     break
-                if part.parent is not None and not self._room.known(self._index.find(part.parent)):
+                above = self._index.find(part.parent) if part.parent else NO_ROW
+                if part.parent and not self._room.known(above):
                     break
-                slot = self._room.slot_for(part.nbytes)
+                slot = self._room.slot_for(part.nbytes, above)
                 if slot is None:
                     break
                 row = self._index.ensure(part.name, part.parent, part.depth, part.nbytes)
-                self._index.set_slot(row, slot)
-                self._index.hold(row, 1)
-                rows.append(row)
+                self._room.take(row, slot)
                 slots.append(slot)
             self._room.unhold(kept)
             return slots
@@ -208,11 +206,10 @@ class Catalog:
                     index.hold(row, 1)
                     taken.append(row)
                     if not index.serial[row]:
-                        slot = self._room.slot_for(index.raw_bytes[row])
+                        slot = self._room.slot_for(index.raw_bytes[row], index.parent[row])
                         if slot is None:
                             break
-                        index.set_slot(row, slot)
-                        index.hold(row, 1)
+                        self._room.take(row, slot)
                         fresh.append(row)
                 else:
                     chunks.append(tuple(taken))

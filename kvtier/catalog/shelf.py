@@ -48,12 +48,15 @@ class Room:
         """Say whether the part is in a tier, or on its way into one."""
         return row != NO_ROW and bool(self.index.present[row] or self.index.serial[row])
 
-    def slot_for(self, nbytes: int) -> Slot | None:
-        """Return a slot, evicting leaves of DRAM as needed; None when nothing may leave."""
+    def slot_for(self, nbytes: int, above: int) -> Slot | None:
+        """Return a slot, evicting leaves of DRAM as needed; None when nothing may leave.
+
+        above: the row under which the part will hang; neither it nor its ancestors leave.
+        """
         while (slot := self.arena.allocate(nbytes)) is None:
             row = self.victim(DRAM)
             if row == NO_ROW:
-                row = self._last_copy()
+                row = self._last_copy(above)
             if row == NO_ROW:
                 return None
             self.leave(row, DRAM)
@@ -65,16 +68,21 @@ class Room:
         leaf = self.index.leaf
         return next((row for row in self.shelves[tier].policy.victims() if leaf(row, tier)), NO_ROW)
 
-    def _last_copy(self) -> int:
+    def _last_copy(self, above: int) -> int:
         """Return a row of DRAM whose children lie in slower tiers only, or NO_ROW.
 
         Its write has failed there. Its slot must not be lost for good, so its children become
         orphans: counted, never matched, and whole again when it is saved anew.
         """
-        index, rows = self.index, self.shelves[DRAM].policy.victims()
-        return next(
-            (row for row in rows if not index.holds[row] and not index.kids[DRAM][row]), NO_ROW
-        )
+        index = self.index
+        kept: dict[int, None] = {}
+        while above != NO_ROW:
+            kept[above] = None
+            above = index.parent[above]
+        for row in self.shelves[DRAM].policy.victims():
+            if not index.holds[row] and not index.kids[DRAM][row] and row not in kept:
+                return row
+        return NO_ROW
 
     def leave(self, row: int, tier: int) -> None:
         """Take a part out of a tier's index, its slot with it."""
@@ -86,18 +94,28 @@ class Room:
             self.index.set_slot(row, None)
         self.index.prune(row)
 
+    def take(self, row: int, slot: Slot) -> None:
+        """Give a row a slot that will be filled, and hold it, and its parent, until that ends."""
+        self.index.set_slot(row, slot)
+        for one in self._with_parent(row):
+            self.index.hold(one, 1)
+
     def publish(self, row: int, raw_sum: bytes) -> None:
-        """Make a reserved part visible in DRAM and end the reservation's hold."""
+        """Make a part whose slot is filled visible in DRAM, and end the holds of ``take``."""
         self.index.sums[row] = raw_sum
         self.index.add(row, DRAM)
         self.shelves[DRAM].policy.insert(row)
-        self.index.hold(row, -1)
+        self.unhold(self._with_parent(row))
 
     def abort(self, row: int) -> None:
-        """Take back the slot of a reserved part and end the reservation's hold."""
+        """Take back the slot of a part that was not filled, and end the holds of ``take``."""
         self.arena.free(self.index.slot(row))
         self.index.set_slot(row, None)
-        self.unhold((row,))
+        self.unhold(self._with_parent(row))
+
+    def _with_parent(self, row: int) -> tuple[int, ...]:
+        above = self.index.parent[row]
+        return (row,) if above == NO_ROW else (row, above)
 
     def reserved(self, name: RecordId, slot: Slot) -> int:
         """Return the row that `slot` was reserved for. Raises MisuseError when it was not."""
