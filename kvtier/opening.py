@@ -21,8 +21,10 @@ def open_tiers(config: Config, flow: Flow, metrics: Metrics, clock: Clock) -> di
     tiers: dict[int, Tier] = {}
     try:
         for number, setting in enumerate(config.tiers, 1):
-            store_type = load_store(types[setting.scheme])
-            store = store_type.open(setting.location, setting.capacity, setting.options)
+            store = setting.store
+            if store is None:
+                store_type = load_store(types[setting.scheme])
+                store = store_type.open(setting.location, setting.capacity, setting.options)
             taken = {tier.name for tier in tiers.values()}
             name = setting.scheme if setting.scheme not in taken else f"{setting.scheme}{number}"
             tiers[number] = Tier(name, store, flow, metrics, clock, admission=setting.admission)
