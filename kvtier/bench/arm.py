@@ -1,0 +1,232 @@
+"""``python -m kvtier.bench.arm PARENT``: one arm of a benchmark, in a process of its own.
+
+Reads requests from stdin and answers on stdout, one JSON line each; see ``messages``. Ends when
+stdin does, and at once when its parent dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import msgspec
+import torch
+
+import kvtier
+from kvtier.bench.messages import (
+    Build,
+    Built,
+    Done,
+    Empty,
+    Failed,
+    LoadModel,
+    ModelLoaded,
+    Open,
+    Plain,
+    PlainTook,
+    Reply,
+    Request,
+    Serve,
+    Served,
+)
+from kvtier.bench.models import BLOCK_TOKENS, BenchModel, load_model
+from kvtier.bench.workloads import (
+    MultiTurn,
+    SharedPrefix,
+    conversations,
+    distinct_prompts,
+    shared_prefixes,
+)
+from kvtier.connectors.reference import ReferenceConnector
+from kvtier.device.cpu import CpuDevice
+from kvtier.engine import Engine, Sampling, plain_prefill
+from kvtier.errors import KvtierError, MisuseError
+
+__all__ = ["Arm", "main"]
+
+_FLUSH_SECONDS: Final = 120.0
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_SPARE_BLOCKS: Final = 16
+
+
+class Arm:
+    """A model, an engine and perhaps a cache, told what to do by messages."""
+
+    def __init__(self) -> None:
+        self._loaded: BenchModel | None = None
+        self._engine: Engine | None = None
+        self._cache: kvtier.Cache | None = None
+        self._device: CpuDevice | None = None
+
+    def answer(self, request: Request) -> Reply:
+        """Do what a request says. Blocks. Raises KvtierError for what its sender got wrong."""
+        match request:
+            case LoadModel():
+                return self._load(request)
+            case Build():
+                return self._build(request)
+            case Open():
+                self._open(request)
+            case Empty():
+                self._empty(request.tiers)
+            case Serve():
+                return self._serve(request)
+            case Plain():
+                return self._plain(request.tokens)
+        return Done()
+
+    def close(self) -> None:
+        """Write down what waits, and let go of everything. Blocks."""
+        if self._engine is not None:
+            self._engine.close()
+        if self._cache is not None:
+            self._cache.close()
+        if self._device is not None:
+            self._device.close()
+
+    def _load(self, request: LoadModel) -> ModelLoaded:
+        torch.use_deterministic_algorithms(mode=True)
+        self._loaded = load_model(request.model, request.chunk_tokens)
+        namespace = self._loaded.namespace
+        return ModelLoaded(
+            name=namespace.model,
+            sha256=namespace.revision,
+            context_tokens=self._loaded.model.config.context_tokens,
+            bytes_per_token=namespace.geometry.bytes_per_token,
+            torch=str(torch.__version__),
+        )
+
+    def _build(self, request: Build) -> Built:
+        encode, shape = self._model().encode, request.shape
+        if isinstance(shape, SharedPrefix):
+            groups = shared_prefixes(encode, shape, request.seed, request.chunk_tokens)
+            return Built(groups=groups)
+        if isinstance(shape, MultiTurn):
+            talks = conversations(encode, shape, request.seed, request.chunk_tokens)
+            return Built(conversations=talks)
+        return Built(prompts=distinct_prompts(encode, shape, request.seed))
+
+    def _open(self, request: Open) -> None:
+        loaded = self._model()
+        if request.tiers:
+            self._cache = kvtier.open(*request.tiers, namespace=loaded.namespace)
+        self._engine = Engine(
+            loaded.model,
+            num_blocks=-(-request.tokens // BLOCK_TOKENS) + _SPARE_BLOCKS,
+            block_tokens=BLOCK_TOKENS,
+            prefix_cache=request.prefix_cache,
+        )
+        self._engine.kv.fill_(0)  # an engine's pool is resident: no page fault while it is timed
+        if self._cache is not None:
+            self._device = CpuDevice()
+            self._engine.connect(ReferenceConnector(self._cache, self._engine.kv, self._device))
+
+    def _empty(self, tiers: list[str]) -> None:
+        self._running().reset_prefix_cache()
+        for tier in tiers:
+            if self._cache is not None:
+                self._cache.clear(tier)
+
+    def _serve(self, request: Serve) -> Served:
+        engine = self._running()
+        read, fetched = _read_bytes(), self._fetched()
+        [answer] = engine.generate([request.tokens], Sampling(max_tokens=request.output_len))
+        read, fetched_now = _read_bytes() - read, self._fetched()
+        self._write_down(engine)
+        stats = answer.finish.stats
+        first, last = stats.first_token or 0.0, stats.last_token or 0.0
+        later = len(answer.tokens) - 1
+        return Served(
+            tokens=list(answer.tokens),
+            ttft_s=first - stats.submitted,
+            tpot_s=(last - first) / later if later else None,
+            hits=stats.hit_tokens,
+            recomputed=stats.recomputed_tokens,
+            read_bytes=read,
+            fetched={tier: fetched_now[tier] - count for tier, count in fetched.items()},
+        )
+
+    def _write_down(self, engine: Engine) -> None:
+        """Wait for copies and writes, so that no other arm is timed against them."""
+        while not engine.idle:
+            engine.step()
+        if self._cache is not None and not self._cache.flush(timeout=_FLUSH_SECONDS):
+            raise KvtierError(f"the tiers did not take what was saved within {_FLUSH_SECONDS:g} s")
+
+    def _fetched(self) -> dict[str, int]:
+        if self._cache is None:
+            return {}
+        metrics = self._cache.metrics
+        return {tier: int(metrics.get("fetched_bytes", tier=tier)) for tier in ("lmdb", "s3")}
+
+    def _plain(self, tokens: list[int]) -> PlainTook:
+        model = self._model().model
+        begin = time.perf_counter()
+        plain_prefill(model, tokens)
+        return PlainTook(time.perf_counter() - begin)
+
+    def _model(self) -> BenchModel:
+        if self._loaded is None:
+            raise MisuseError("no model is loaded")
+        return self._loaded
+
+    def _running(self) -> Engine:
+        if self._engine is None:
+            raise MisuseError("no engine is open")
+        return self._engine
+
+
+def main() -> None:
+    """Answer until stdin ends."""
+    _end_with(int(sys.argv[1]))
+    torch.set_num_threads(int(sys.argv[2]))
+    arm = Arm()
+    with _own_stdout() as out:
+        try:
+            for line in _lines():
+                out.write(_answer(arm, line) + b"\n")
+                out.flush()
+        finally:
+            arm.close()
+
+
+def _answer(arm: Arm, line: bytes) -> bytes:
+    try:
+        reply = arm.answer(msgspec.json.decode(line, type=Request))
+    except KvtierError as error:
+        reply = Failed(str(error))
+    return msgspec.json.encode(reply)
+
+
+def _lines() -> Iterator[bytes]:
+    yield from sys.stdin.buffer
+
+
+def _own_stdout() -> BinaryIO:
+    """Keep stdout for answers: whatever else prints goes to stderr."""
+    mine = os.dup(1)
+    os.dup2(2, 1)
+    return os.fdopen(mine, "wb")
+
+
+def _end_with(parent: int) -> None:
+    """Ask the kernel to kill this process when its parent dies, and look whether it has."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the benchmark has gone")
+
+
+def _read_bytes() -> int:
+    """Return what the kernel counted that this process read from block devices."""
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""What the benchmark's process and those of its arms say to each other: JSON, one line each.
+
+Every request has one answer: the reply named after it, or ``Failed``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+from kvtier.bench.workloads import Conversation, Group, MultiTurn, NoReuse, SharedPrefix
+
+__all__ = [
+    "Build",
+    "Built",
+    "Done",
+    "Empty",
+    "Failed",
+    "LoadModel",
+    "ModelLoaded",
+    "Open",
+    "Plain",
+    "PlainTook",
+    "Reply",
+    "Request",
+    "Serve",
+    "Served",
+]
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class LoadModel(_Message, frozen=True):
+    """Load a model: ``smollm2``, ``random``, or the path of a GGUF file."""
+
+    model: str
+    chunk_tokens: int
+
+
+class ModelLoaded(_Message, frozen=True):
+    """sha256: of the weights' file; empty where there is none."""
+
+    name: str
+    sha256: str
+    context_tokens: int
+    bytes_per_token: int
+    torch: str
+
+
+class Build(_Message, frozen=True):
+    """Make the prompts of a workload."""
+
+    shape: SharedPrefix | MultiTurn | NoReuse
+    seed: int
+    chunk_tokens: int
+
+
+class Built(_Message, frozen=True):
+    """The prompts; the fields of the other workloads stay empty."""
+
+    groups: list[Group] = []
+    conversations: list[Conversation] = []
+    prompts: list[list[int]] = []
+
+
+class Open(_Message, frozen=True):
+    """Make an engine for sequences of `tokens` and, if there are tiers, a cache below it."""
+
+    tokens: int
+    prefix_cache: bool
+    tiers: list[str]
+
+
+class Empty(_Message, frozen=True):
+    """Empty the engine's prefix cache, and tiers by name."""
+
+    tiers: list[str]
+
+
+class Serve(_Message, frozen=True):
+    """Serve one prompt, then wait until everything that was saved is written down."""
+
+    tokens: list[int]
+    output_len: int
+
+
+class Served(_Message, frozen=True):
+    """One request's outcome.
+
+    tpot_s: None for one output token. hits: prompt tokens by tier. read_bytes: what the kernel
+    counted that this process read from block devices meanwhile. fetched: what the cache says
+    that it read from its tiers, as bytes by tier.
+    """
+
+    tokens: list[int]
+    ttft_s: float
+    tpot_s: float | None
+    hits: Mapping[str, int]
+    recomputed: int
+    read_bytes: int
+    fetched: Mapping[str, int]
+
+
+class Plain(_Message, frozen=True):
+    """Compute a prompt in plain torch, without pool and tiles."""
+
+    tokens: list[int]
+
+
+class PlainTook(_Message, frozen=True):
+    """Seconds until its last logits."""
+
+    seconds: float
+
+
+class Done(_Message, frozen=True):
+    """It is done."""
+
+
+class Failed(_Message, frozen=True):
+    """It could not be done, for a reason that the user can change."""
+
+    error: str
+
+
+Request = LoadModel | Build | Open | Empty | Serve | Plain
+Reply = ModelLoaded | Built | Done | Served | PlainTook | Failed

@@ -1,0 +1,131 @@
+"""Where a benchmark's tiers live: a directory for each cache, and a bucket."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+from urllib.parse import urlsplit
+
+from kvtier.bench.filesystem import disk_directory
+from kvtier.bench.settings import Settings
+from kvtier.config import load_store, parse_tier, store_types
+from kvtier.errors import ConfigError
+from kvtier.testing.proxy import DelayProxy
+from kvtier.testing.seaweed import SeaweedServer
+
+__all__ = ["Place"]
+
+_BUCKET: Final = "kvtier-bench"
+_FOREIGN: Final = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_REGION")
+_FILES: Final = ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
+
+
+class Place:
+    """A temporary directory and, where an arm needs it, a bucket. A context manager.
+
+    ``__enter__`` tries both, and raises ConfigError with cause and remedy. All that was written
+    goes with it; an existing bucket is left to whoever emptied the cache.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._stack = contextlib.ExitStack()
+        self._server: SeaweedServer | None = None
+        self._url = ""
+        self.directory = Path()
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self.directory = Path(stack.enter_context(self._temporary()))
+            # It may stand in a checkout: nobody's `git status` should list it.
+            (self.directory / ".gitignore").write_text("*\n", encoding="utf-8")
+            if "lmdb" in self._settings.arms or "s3" in self._settings.arms:
+                _try(self.tiers(("lmdb",), "probe")[0])
+            if "s3" in self._settings.arms:
+                self._reach(stack)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def env(self) -> Mapping[str, str | None]:
+        """What processes need in their environment to reach the bucket; None: must not be set."""
+        if self._server is None:
+            return {}
+        unset: dict[str, str | None] = dict.fromkeys(_FOREIGN)
+        return {**unset, **dict.fromkeys(_FILES, os.devnull), **self._server.env()}
+
+    @property
+    def is_own_server(self) -> bool:
+        """Whether the bucket goes with this place."""
+        return self._server is not None
+
+    def tiers(self, names: Sequence[str], lmdb: str) -> list[str]:
+        """Return the URLs of tiers. lmdb: the name of the directory."""
+        urls = {
+            "dram": f"dram:{self._settings.dram}B",
+            "lmdb": f"lmdb:{self.directory / lmdb}?capacity={self._settings.disk}B",
+            "s3": self._url,
+        }
+        return [urls[name] for name in names]
+
+    def s3_bytes(self) -> int | None:
+        """Return the body bytes that the S3 server counted; None for one that is not ours."""
+        return None if self._server is None else self._server.traffic().bytes_sent
+
+    def _temporary(self) -> tempfile.TemporaryDirectory[str]:
+        parent = self._settings.directory or disk_directory()
+        try:
+            return tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=parent)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write to {parent} ({error.strerror}); name another directory with --dir"
+            ) from error
+
+    def _reach(self, stack: contextlib.ExitStack) -> None:
+        settings = self._settings
+        if settings.s3 is not None:
+            if settings.s3_delay:
+                raise ConfigError("--s3-delay slows the benchmark's own server; leave out --s3")
+            self._url = _url_of(settings.s3)
+            _try(self._url)
+            return
+        server = stack.enter_context(SeaweedServer())
+        self._server = server
+        endpoint = server.endpoint
+        if settings.s3_delay:
+            endpoint = stack.enter_context(DelayProxy(server.port, settings.s3_delay)).endpoint
+        bucket = server.create_bucket(_BUCKET)
+        self._url = f"s3://{bucket}/records?capacity=unbounded&endpoint={endpoint}"
+
+
+def _url_of(url: str) -> str:
+    """Put a prefix of this run's own into the URL of a bucket, and a capacity if it has none."""
+    parts = urlsplit(url)
+    if parts.scheme != "s3" or not parts.netloc:
+        raise ConfigError("--s3 takes the URL of a bucket, like s3://bucket/prefix")
+    where = "/".join(filter(None, (parts.path.strip("/"), f"bench-{uuid.uuid4().hex[:12]}")))
+    query = parts.query
+    if "capacity=" not in query:
+        query = f"{query}&capacity=unbounded".lstrip("&")
+    return f"s3://{parts.netloc}/{where}?{query}"
+
+
+def _try(url: str) -> None:
+    """Open and close a tier's Store, which says what is wrong with it."""
+    tier = parse_tier(url)
+    store = load_store(store_types()[tier.scheme])
+    store.open(tier.location, tier.capacity, tier.options).close()

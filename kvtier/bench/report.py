@@ -1,0 +1,250 @@
+"""From timed requests to a report: the arithmetic of a benchmark, and what is wrong with it."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import platform
+import statistics
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvtier.bench.messages import Served
+
+__all__ = [
+    "ArmReport",
+    "Machine",
+    "Ratio",
+    "Report",
+    "Sample",
+    "Summary",
+    "against_recompute",
+    "arm_report",
+    "digest",
+    "machine",
+    "percentile",
+    "problems",
+    "ratio",
+    "summary",
+]
+
+_MS: Final = 1e3
+_PACKAGES: Final = ("kvtier", "torch", "numpy", "lmdb", "boto3")
+
+
+class Sample(NamedTuple):
+    """One timed request. expected: prompt tokens that its arm must take from its tier, at least.
+
+    s3_bytes: body bytes that the S3 server counted meanwhile; None where nobody counts.
+    """
+
+    served: Served
+    expected: int = 0
+    s3_bytes: int | None = None
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+
+
+class Ratio(msgspec.Struct, frozen=True):
+    """A ratio of paired measurements: the median, and how far the pairs spread."""
+
+    median: float
+    low: float
+    high: float
+    pairs: int
+
+
+class ArmReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one arm did over its timed requests.
+
+    disk_read_bytes: counted by the kernel for the arm's process. s3_sent_bytes: counted by the
+    S3 server. claimed_bytes: what the cache says that it fetched, by tier.
+    The ratios of `no-reuse` are of pairs with the recompute arm's same request.
+    """
+
+    name: str
+    requests: int
+    ttft_ms: Summary
+    tpot_ms: Summary | None
+    hit_tokens: Mapping[str, int]
+    recomputed_tokens: int
+    tokens_sha256: str
+    disk_read_bytes: int
+    claimed_bytes: Mapping[str, int]
+    s3_sent_bytes: int | None = None
+    times_sooner_than_recompute: float | None = None
+    ttft_over_hbm: float | None = None
+    output_tokens_per_s: float | None = None
+    ttft_over_recompute: Ratio | None = None
+    throughput_over_recompute: Ratio | None = None
+    details: list[Served] | None = None
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """What it ran on."""
+
+    cpu: str
+    cores: int
+    system: str
+    python: str
+    packages: Mapping[str, str]
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run. prefill_over_plain_torch: how fast the engine's prefill is next to plain torch."""
+
+    workload: str
+    model: str
+    model_sha256: str
+    args: Mapping[str, object]
+    machine: Machine
+    arms: list[ArmReport]
+    problems: list[str]
+    seconds: float
+    prefill_over_plain_torch: float | None = None
+    prefill_over_plain_torch_spread: Ratio | None = None
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Return a percentile, linear between the two nearest values."""
+    ranked = sorted(values)
+    place = (len(ranked) - 1) * percent / 100
+    low, high = ranked[math.floor(place)], ranked[math.ceil(place)]
+    return low + (high - low) * (place - math.floor(place))
+
+
+def summary(seconds: Sequence[float]) -> Summary:
+    """Summarise durations, in milliseconds to four decimals."""
+    values = (statistics.fmean(seconds), percentile(seconds, 50), percentile(seconds, 99))
+    return Summary(*(round(value * _MS, 4) for value in values))
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> Ratio:
+    """Return the median, least and largest of above[i] / below[i]."""
+    pairs = [one / other for one, other in zip(above, below, strict=True)]
+    return Ratio(
+        round(statistics.median(pairs), 4), round(min(pairs), 4), round(max(pairs), 4), len(pairs)
+    )
+
+
+def digest(answers: Sequence[Sequence[int]]) -> str:
+    """Return the sha256 of all output token ids, as little-endian int32, request by request."""
+    ids = [token for answer in answers for token in answer]
+    return hashlib.sha256(struct.pack(f"<{len(ids)}i", *ids)).hexdigest()
+
+
+def arm_report(
+    name: str, samples: Mapping[str, Sequence[Sample]], *, timed: slice, details: bool
+) -> ArmReport:
+    """Report on one arm. timed: which of its samples the durations are taken from."""
+    mine = samples[name]
+    hits: Counter[str] = Counter()
+    claimed: Counter[str] = Counter()
+    for sample in mine:
+        hits.update(sample.served.hits)
+        claimed.update(sample.served.fetched)
+    counted = [sample.s3_bytes for sample in mine if sample.s3_bytes is not None]
+    tpot = [sample.served.tpot_s for sample in mine if sample.served.tpot_s is not None]
+    return ArmReport(
+        name=name,
+        requests=len(mine),
+        ttft_ms=summary(_ttft(mine[timed])),
+        tpot_ms=summary(tpot) if tpot else None,
+        hit_tokens=+hits,
+        recomputed_tokens=sum(sample.served.recomputed for sample in mine),
+        tokens_sha256=digest([sample.served.tokens for sample in mine]),
+        disk_read_bytes=sum(sample.served.read_bytes for sample in mine),
+        claimed_bytes=+claimed,
+        s3_sent_bytes=sum(counted) if counted else None,
+        times_sooner_than_recompute=_times(samples, "recompute", name, timed),
+        ttft_over_hbm=_times(samples, name, "hbm", timed),
+        details=[sample.served for sample in mine] if details else None,
+    )
+
+
+def problems(
+    arms: Sequence[ArmReport], samples: Mapping[str, Sequence[Sample]], *, reuse: bool
+) -> list[str]:
+    """Say which answers differ, and which hits did not come from the tier that the arm names.
+
+    reuse: whether there may be hits at all.
+    """
+    found = []
+    digests = Counter(arm.tokens_sha256 for arm in arms)
+    common = digests.most_common(1)[0][0]
+    reference = next((arm for arm in arms if arm.name == "recompute"), None)
+    right = reference.tokens_sha256 if reference else common
+    for arm in arms:
+        if arm.tokens_sha256 != right:
+            wrong = f"{arm.tokens_sha256[:12]}, not {right[:12]}"
+            found.append(f"arm {arm.name} answers differently: its tokens hash to {wrong}")
+        for number, sample in enumerate(samples[arm.name]):
+            hits = sample.served.hits
+            allowed = {arm.name} if reuse else set()
+            if hits.get(arm.name, 0) < sample.expected or hits.keys() - allowed:
+                said = ", ".join(f"{count} from {tier}" for tier, count in hits.items())
+                found.append(
+                    f"arm {arm.name}, request {number}: of its tokens came {said or 'none'} from "
+                    f"a cache; {sample.expected} should have come from {arm.name}"
+                )
+                break
+    return found
+
+
+def machine() -> Machine:
+    """Look at the machine."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return Machine(
+        cpu=models[0] if models else platform.machine(),
+        cores=len(os.sched_getaffinity(0)),
+        system=platform.platform(),
+        python=platform.python_version(),
+        packages={name: version(name) for name in _PACKAGES},
+    )
+
+
+def against_recompute(arm: ArmReport, samples: Mapping[str, Sequence[Sample]]) -> ArmReport:
+    """Add how an arm's requests compare, one by one, with the recompute arm's."""
+    mine, other = samples[arm.name], samples.get("recompute")
+    rates = [_rate(sample) for sample in mine]
+    added: dict[str, object] = {"output_tokens_per_s": round(percentile(rates, 50), 4)}
+    if other is not None and arm.name != "recompute":
+        added["ttft_over_recompute"] = ratio(_ttft(mine), _ttft(other))
+        slower = [_rate(sample) for sample in other]
+        added["throughput_over_recompute"] = ratio(rates, slower)
+    return msgspec.structs.replace(arm, **added)
+
+
+def _rate(sample: Sample) -> float:
+    """Return output tokens per second of a request, from its submission to its last token."""
+    served = sample.served
+    later = len(served.tokens) - 1
+    return (later + 1) / (served.ttft_s + later * (served.tpot_s or 0.0))
+
+
+def _ttft(samples: Sequence[Sample]) -> list[float]:
+    return [sample.served.ttft_s for sample in samples]
+
+
+def _times(
+    samples: Mapping[str, Sequence[Sample]], above: str, below: str, timed: slice
+) -> float | None:
+    """Return how many times the median TTFT of one arm is that of another, if both ran."""
+    if above not in samples or below not in samples:
+        return None
+    ttft = [percentile(_ttft(samples[name][timed]), 50) for name in (above, below)]
+    return round(ttft[0] / ttft[1], 4)

@@ -1,0 +1,292 @@
+"""Running a workload: arms in processes of their own, their requests interleaved.
+
+Each arm serves the same prompts. For each prompt every arm has its turn, in an order that
+rotates, so that whatever else the machine does meets all of them alike. An arm's writes are
+finished before the next arm is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from kvtier.bench.child import Child
+from kvtier.bench.messages import (
+    Build,
+    Built,
+    Done,
+    Empty,
+    LoadModel,
+    ModelLoaded,
+    Open,
+    Plain,
+    PlainTook,
+    Serve,
+    Served,
+)
+from kvtier.bench.place import Place
+from kvtier.bench.report import Sample
+from kvtier.bench.settings import Settings
+from kvtier.bench.workloads import Group, MultiTurn, NoReuse, SharedPrefix
+from kvtier.errors import ConfigError
+from kvtier.units import format_bytes
+
+__all__ = ["Outcome", "Tell", "multi_turn", "no_reuse", "shared_prefix"]
+
+Tell = Callable[[str, int, int], None]
+"""Called with what is being done, and how many steps of how many are behind."""
+
+_PLAIN_RUNS: Final = 5
+_IN_FLIGHT: Final = 2  # at most half of the dram tier waits to be written down
+_USABLE: Final = 0.8  # of the lmdb tier's capacity: its index and whole segments take some
+
+
+class ArmPlan(NamedTuple):
+    """How an arm gets its KV.
+
+    tiers: of its cache. empties: those emptied before each timed request, HBM besides unless
+    `keeps_hbm`. warms: a prefix that others find below is served once, untimed, before.
+    """
+
+    prefix_cache: bool = True
+    tiers: tuple[str, ...] = ()
+    empties: tuple[str, ...] = ()
+    keeps_hbm: bool = False
+    warms: bool = False
+
+
+PLANS: Final = {
+    "recompute": ArmPlan(prefix_cache=False),
+    "hbm": ArmPlan(keeps_hbm=True, warms=True),
+    "dram": ArmPlan(tiers=("dram",), warms=True),
+    "lmdb": ArmPlan(tiers=("dram", "lmdb"), empties=("dram",)),
+    "s3": ArmPlan(tiers=("dram", "lmdb", "s3"), empties=("dram", "lmdb")),
+}
+
+
+class Outcome(NamedTuple):
+    """samples: of each arm, in the order of requests. plain: pairs of seconds, plain and engine."""
+
+    model: ModelLoaded
+    samples: Mapping[str, list[Sample]]
+    plain: Sequence[tuple[float, float]] = ()
+
+
+class Bench:
+    """The processes of one run, and the steps that all workloads are made of."""
+
+    def __init__(self, settings: Settings, place: Place, tell: Tell) -> None:
+        self.settings = settings
+        self.samples: dict[str, list[Sample]] = {arm: [] for arm in settings.arms}
+        self._place = place
+        self._tell = tell
+        self._children: dict[str, Child] = {}
+        self._load = LoadModel(settings.model, settings.chunk_tokens)
+        self._steps = (0, 1)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Start a process for each arm, their models on the way; end them afterwards."""
+        with contextlib.ExitStack() as stack:
+            for arm in self.settings.arms:
+                self._children[arm] = stack.enter_context(self._child(arm))
+                self._children[arm].send(self._load)
+            yield
+            if self.settings.s3 is not None and "s3" in self._children:
+                self._children["s3"].ask(Empty(["s3"]), Done)  # the bucket is not ours to fill
+
+    def steps(self, count: int) -> None:
+        """Say how many steps the next phase has."""
+        self._steps = (0, count)
+
+    def step(self, text: str) -> None:
+        """Say that a step begins."""
+        done, count = self._steps
+        self._tell(text, done, count)
+        self._steps = (done + 1, count)
+
+    @contextlib.contextmanager
+    def prompts(self, build: Build, tokens: int) -> Iterator[tuple[Child, ModelLoaded, Built]]:
+        """Make prompts, of at most `tokens` tokens with their answers, in a process of its own."""
+        self.step("loading the model")
+        with self._child("prompts") as child:
+            loaded = child.ask(self._load, ModelLoaded)
+            if tokens > loaded.context_tokens:
+                raise ConfigError(
+                    f"prompt and output of {tokens} tokens exceed the {loaded.context_tokens} of "
+                    f"the model's context; ask for less"
+                )
+            yield child, loaded, child.ask(build, Built)
+
+    def tiers(self, names: Sequence[str], lmdb: str) -> list[str]:
+        """Return the URLs of tiers; lmdb: the name of the directory."""
+        return self._place.tiers(names, lmdb=lmdb)
+
+    def open(self, tokens: int, filled: str = "") -> None:
+        """Open engine and cache of every arm. filled: the directory that the lmdb arm finds."""
+        for child in self._children.values():
+            child.receive(ModelLoaded)
+        for arm, child in self._children.items():
+            plan = PLANS[arm]
+            tiers = self.tiers(plan.tiers, filled if filled and arm == "lmdb" else arm)
+            child.ask(Open(tokens, plan.prefix_cache, tiers), Done)
+
+    def empty(self, arm: str) -> None:
+        """Empty what lies above the tier that an arm is named after."""
+        if not PLANS[arm].keeps_hbm:
+            self._children[arm].ask(Empty(list(PLANS[arm].empties)), Done)
+
+    def serve(self, arm: str, tokens: list[int], output_len: int) -> Served:
+        """Serve a request that does not count."""
+        return self._children[arm].ask(Serve(tokens, output_len), Served)
+
+    def timed(self, arm: str, tokens: list[int], output_len: int, expected: int) -> Served:
+        """Serve a request that counts. expected: tokens that the arm's tier must have."""
+        before = self._place.s3_bytes() if arm == "s3" else None
+        served = self.serve(arm, tokens, output_len)
+        after = self._place.s3_bytes() if arm == "s3" else None
+        sent = None if before is None or after is None else after - before
+        self.samples[arm].append(Sample(served, expected, sent))
+        return served
+
+    def plain(self, tokens: list[int]) -> float:
+        """Return the seconds that plain torch takes, in the recompute arm's process."""
+        return self._children["recompute"].ask(Plain(tokens), PlainTook).seconds
+
+    def rotated(self, turn: int) -> list[str]:
+        """Return the arms, a different one first at each turn."""
+        arms = list(self.settings.arms)
+        first = turn % len(arms)
+        return arms[first:] + arms[:first]
+
+    def check_room(self, loaded: ModelLoaded, *, at_once: int, in_all: int) -> None:
+        """Check that the tiers take the KV of so many tokens. Raises ConfigError."""
+        settings = self.settings
+        wanted = {"--dram": (at_once * _IN_FLIGHT, settings.dram, {"dram", "lmdb", "s3"})}
+        wanted["--disk"] = (int(in_all / _USABLE), settings.disk, {"lmdb", "s3"})
+        for option, (tokens, capacity, arms) in wanted.items():
+            need = tokens * loaded.bytes_per_token
+            if arms & set(settings.arms) and need > capacity:
+                raise ConfigError(
+                    f"{option} {format_bytes(capacity)} is too little for this workload; give "
+                    f"at least {format_bytes(need)}, or ask for fewer or shorter prompts"
+                )
+
+    def _child(self, name: str) -> Child:
+        log = None if self.settings.verbose else self._place.directory / f"{name}.log"
+        return Child(name, threads=self.settings.threads, log=log, env=self._place.env)
+
+
+def shared_prefix(settings: Settings, shape: SharedPrefix, place: Place, tell: Tell) -> Outcome:
+    """Fill the slower tiers from one process, then serve each prefix again from others."""
+    bench = Bench(settings, place, tell)
+    tokens = shape.prefix_len + shape.suffix_len + shape.output_len
+    plain: list[tuple[float, float]] = []
+    with bench.running():
+        loaded, groups = _fill(bench, shape, tokens)
+        bench.open(tokens, filled="filled")
+        bench.steps(len(groups) * len(settings.arms))
+        for turn, group in enumerate(groups):
+            for arm in bench.rotated(turn):
+                bench.step(f"prefix {turn} of {len(groups) - 1}, {arm}" if turn else "warming up")
+                _serve_group(bench, arm, group, shape, is_timed=turn > 0)
+                if arm == "recompute" and 0 < turn <= _PLAIN_RUNS:
+                    engine = bench.samples[arm][-1].served.ttft_s
+                    plain.append((bench.plain(group.prefix + group.timed[-1]), engine))
+    return Outcome(loaded, bench.samples, plain)
+
+
+def _fill(bench: Bench, shape: SharedPrefix, tokens: int) -> tuple[ModelLoaded, list[Group]]:
+    """Make the prompts, and let a process of its own write every prefix to the slower tiers."""
+    settings = bench.settings
+    build = Build(shape, settings.seed, settings.chunk_tokens)
+    with bench.prompts(build, tokens) as (child, loaded, built):
+        names = [tier for tier in ("lmdb", "s3") if tier in settings.arms]
+        total = shape.prefix_len * len(built.groups)
+        bench.check_room(loaded, at_once=tokens, in_all=total)
+        tiers = bench.tiers(["dram", *names], "filled")
+        child.ask(Open(tokens, prefix_cache=True, tiers=tiers), Done)
+        bench.steps(len(built.groups))
+        for group in built.groups if names else ():
+            bench.step("filling the tiers")
+            child.ask(Serve(group.prefix + group.warm, 1), Served)
+    return loaded, built.groups
+
+
+def _serve_group(
+    bench: Bench, arm: str, group: Group, shape: SharedPrefix, *, is_timed: bool
+) -> None:
+    """Let one arm serve all prompts of a prefix; the first prefix is for warming up."""
+    chunk = bench.settings.chunk_tokens
+    expected = 0 if arm == "recompute" else shape.prefix_len // chunk * chunk
+    if PLANS[arm].warms:
+        bench.serve(arm, group.prefix + group.warm, 1)
+    for suffix in group.timed:
+        bench.empty(arm)
+        if is_timed:
+            bench.timed(arm, group.prefix + suffix, shape.output_len, expected)
+        else:
+            bench.serve(arm, group.prefix + suffix, shape.output_len)
+
+
+def multi_turn(settings: Settings, shape: MultiTurn, place: Place, tell: Tell) -> Outcome:
+    """Let conversations grow: each turn's prompt is all before it and one more question.
+
+    The samples of an arm come turn by turn; those of the first turn, which nothing can have
+    cached, come first.
+    """
+    bench = Bench(settings, place, tell)
+    tokens = shape.prefix_len + shape.turns * (shape.suffix_len + shape.output_len)
+    with bench.running():
+        build = Build(shape, settings.seed, settings.chunk_tokens)
+        with bench.prompts(build, tokens) as (_, loaded, built):
+            talks = built.conversations
+            bench.check_room(loaded, at_once=tokens * len(talks), in_all=tokens * len(talks))
+        bench.open(tokens * len(talks))  # HBM must hold all conversations: they take turns
+        bench.steps(shape.turns * len(talks) * len(settings.arms))
+        history = {arm: [talk.opening for talk in talks] for arm in settings.arms}
+        known = {arm: [0] * len(talks) for arm in settings.arms}
+        for turn in range(shape.turns):
+            for number, talk in enumerate(talks):
+                for arm in bench.rotated(turn + number):
+                    bench.step(f"turn {turn + 1} of {shape.turns}, {arm}")
+                    prompt = history[arm][number]
+                    served = _serve_turn(bench, arm, prompt, known[arm][number], shape, number)
+                    # The last token of an answer is never computed, so nobody can reuse it.
+                    known[arm][number] = len(prompt) + len(served.tokens) - 1
+                    follow_up = talk.follow_ups[turn] if turn + 1 < shape.turns else []
+                    history[arm][number] = prompt + served.tokens + follow_up
+    return Outcome(loaded, bench.samples)
+
+
+def _serve_turn(
+    bench: Bench, arm: str, prompt: list[int], known: int, shape: MultiTurn, number: int
+) -> Served:
+    """Serve one turn; the first conversation is for warming up."""
+    bench.empty(arm)
+    if not number:
+        return bench.serve(arm, prompt, shape.output_len)
+    chunk = bench.settings.chunk_tokens
+    expected = 0 if arm == "recompute" else known // chunk * chunk
+    return bench.timed(arm, prompt, shape.output_len, expected)
+
+
+def no_reuse(settings: Settings, shape: NoReuse, place: Place, tell: Tell) -> Outcome:
+    """Serve prompts that share nothing: what a cache costs where it brings nothing."""
+    bench = Bench(settings, place, tell)
+    tokens = shape.input_len + shape.output_len
+    with bench.running():
+        build = Build(shape, settings.seed, settings.chunk_tokens)
+        with bench.prompts(build, tokens) as (_, loaded, built):
+            bench.check_room(loaded, at_once=tokens, in_all=tokens * len(built.prompts))
+        bench.open(tokens)
+        bench.steps(len(built.prompts) * len(settings.arms))
+        for turn, prompt in enumerate(built.prompts):
+            for arm in bench.rotated(turn):
+                bench.step(f"prompt {turn} of {shape.num_prompts}, {arm}")
+                if turn:
+                    bench.timed(arm, prompt, shape.output_len, 0)
+                else:
+                    bench.serve(arm, prompt, shape.output_len)
+    return Outcome(loaded, bench.samples)
