@@ -1,0 +1,73 @@
+"""``kvtier doctor``: what this machine offers, what it means for a cache, and what to change."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvtier.units import parse_bytes
+
+if TYPE_CHECKING:
+    from kvtier.cli.probes import Finding
+
+__all__ = ["doctor"]
+
+
+@click.command("doctor")
+@click.option(
+    "--dir",
+    "directory",
+    type=click.Path(path_type=Path),
+    help="Where an lmdb tier is to go; by default the current directory is looked at.",
+)
+@click.option("--s3", metavar="URL", help="A bucket for an s3 tier; it is written to.")
+@click.option("--dram", default="1GiB", show_default=True, help="Size of the dram tier wanted.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(directory: Path | None, s3: str | None, dram: str, as_json: bool) -> int:  # noqa: FBT001
+    """Look at this machine: what works, what is limited, what is missing.
+
+    Everything is tried, not guessed: a file is written past the page cache, an object is put,
+    read and deleted. The exit status is 1 if --dir or --s3 names something that cannot be used.
+    """
+    from kvtier.cli import probes
+
+    wanted = parse_bytes(dram)
+    where = probes.disk(directory or Path.cwd())
+    bucket = probes.s3(s3) if s3 is not None else None
+    findings = [
+        probes.python(),
+        probes.cpu(),
+        probes.gpu(),
+        probes.memory(wanted),
+        probes.memory_lock(wanted),
+        where,
+        *([bucket] if bucket else []),
+        probes.weights(),
+    ]
+    _show(findings, as_json=as_json)
+    asked = [where] * (directory is not None) + ([bucket] if bucket else [])
+    return 1 if any(finding.state == "missing" for finding in asked) else 0
+
+
+def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
+    if as_json:
+        import msgspec
+
+        text = msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
+        sys.stdout.write(text + "\n")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    marks = {"ok": ("✓", "green"), "limited": ("!", "yellow"), "missing": ("✗", "red")}
+    for finding in findings:
+        mark, colour = marks[finding.state]
+        head = Text(f"{mark} ", style=colour).append(f"{finding.name}: ", style="bold")
+        console.print(head.append(finding.found, style=""), soft_wrap=True)
+        line = finding.means + (f"; {finding.change}" if finding.change else "")
+        console.print(f"    {line}", markup=False, soft_wrap=True)

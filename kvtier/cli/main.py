@@ -1,0 +1,99 @@
+"""``kvtier``: the command line. Commands are loaded when they are called."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from typing import Any, Final, NoReturn
+
+import click
+
+import kvtier
+from kvtier.errors import KvtierError, unknown
+
+__all__ = ["CommandGroup", "main", "run"]
+
+_BAD_INPUT: Final = 2
+_INTERRUPTED: Final = 130
+_TERMINATED: Final = 143
+
+
+class CommandGroup(click.Group):
+    """A group whose commands are named with their module, and imported when called.
+
+    kind: what a name that is not known is called.
+    """
+
+    def __init__(self, *args: Any, lazy: Mapping[str, str], kind: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lazy = lazy
+        self._kind = kind
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return all names, in the order of their definition."""
+        del ctx
+        return list(self._lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command:
+        """Import a command. Raises ConfigError that names the nearest one."""
+        del ctx
+        if cmd_name not in self._lazy:
+            raise unknown(self._kind, cmd_name, self._lazy)
+        module, _, name = self._lazy[cmd_name].partition(":")
+        command: click.Command = getattr(import_module(module), name)
+        return command
+
+
+@click.group(
+    cls=CommandGroup,
+    lazy={"bench": "kvtier.cli.bench:bench", "doctor": "kvtier.cli.doctor:doctor"},
+    kind="command",
+    no_args_is_help=False,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(kvtier.__version__, prog_name="kvtier")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """A KV-cache layer for LLM serving: GPU memory, pinned DRAM, NVMe and an object store."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+def run(args: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit status: 2 for bad input, said in one line."""
+    try:
+        status = cli.main(args, prog_name="kvtier", standalone_mode=False)
+    except click.NoSuchOption as error:
+        options = [name for each in _parameters(error) for name in each.opts]
+        return _bad_input(str(unknown("option", error.option_name, options)))
+    except click.ClickException as error:
+        return _bad_input(error.format_message())
+    except click.Abort:
+        return _INTERRUPTED
+    except KvtierError as error:
+        return _bad_input(str(error))
+    return status if isinstance(status, int) else 0
+
+
+def main() -> NoReturn:
+    """Run this process's command line and exit."""
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(run())
+
+
+def _parameters(error: click.NoSuchOption) -> list[click.Parameter]:
+    return error.ctx.command.get_params(error.ctx) if error.ctx is not None else []
+
+
+def _bad_input(message: str) -> int:
+    click.echo(f"error: {' '.join(message.split())}", err=True)
+    return _BAD_INPUT
+
+
+def _terminate(number: int, frame: object) -> NoReturn:
+    """Unwind, so that children, servers and temporary files go too."""
+    del number, frame
+    sys.exit(_TERMINATED)

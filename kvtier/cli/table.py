@@ -1,0 +1,97 @@
+"""A benchmark's report as a table."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.bench.report import ArmReport, Ratio, Report
+from kvtier.units import format_bytes
+
+__all__ = ["show"]
+
+_BAR: Final = 16  # characters of the slowest arm's bar
+_EIGHTHS: Final = "▏▎▍▌▋▊▉█"
+
+
+def show(report: Report) -> None:
+    """Print the report on stdout."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = 150  # a file has no width; rich would take 80 and cut the columns
+    table = Table(title=f"{report.workload}, {report.arms[0].requests} requests an arm")
+    table.add_column("arm")
+    for name in ("TTFT p50", "p99", "", "sooner", "TPOT", "hit tokens", "recomputed"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
+    table.add_column("bytes counted by the system", no_wrap=True)
+    table.add_column("same answers", justify="center")
+    slowest = max(arm.ttft_ms.p50 for arm in report.arms)
+    right = report.arms[0].tokens_sha256
+    for arm in report.arms:
+        table.add_row(
+            arm.name,
+            _ms(arm.ttft_ms.p50),
+            _ms(arm.ttft_ms.p99),
+            _bar(arm.ttft_ms.p50 / slowest),
+            _times(arm.times_sooner_than_recompute),
+            _ms(arm.tpot_ms.p50) if arm.tpot_ms else "",
+            ", ".join(f"{count:,} {tier}" for tier, count in arm.hit_tokens.items()) or "0",
+            f"{arm.recomputed_tokens:,}",
+            _counted(arm),
+            "✓" if arm.tokens_sha256 == right else "✗",
+        )
+    console.print(table)
+    for line in _notes(report):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _notes(report: Report) -> list[str]:
+    lines = [
+        f"{arm.name}: TTFT {_spread(arm.ttft_over_recompute)} and throughput "
+        f"{_spread(arm.throughput_over_recompute)} of recompute's"
+        for arm in report.arms
+        if arm.ttft_over_recompute and arm.throughput_over_recompute
+    ]
+    if report.prefill_over_plain_torch_spread:
+        spread = _spread(report.prefill_over_plain_torch_spread)
+        lines.append(f"The engine's prefill runs at {spread} of plain torch's speed.")
+    threads = report.args["threads"]
+    lines.append(
+        f"{report.model} on {report.machine.cpu}, {threads} torch thread(s), float32 with KV in "
+        "bfloat16. It shows that answers are exact and where the bytes come from, on a small "
+        "model and a CPU; it does not show the speed of a GPU."
+    )
+    return lines
+
+
+def _ms(value: float) -> str:
+    return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"  # noqa: PLR2004  (digits)
+
+
+def _times(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}x"
+
+
+def _spread(found: Ratio) -> str:
+    return f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f}, {found.pairs} pairs)"
+
+
+def _bar(share: float) -> str:
+    eighths = max(1, math.ceil(share * _BAR * 8))
+    return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8 - 1] if eighths % 8 else "")
+
+
+def _counted(arm: ArmReport) -> str:
+    parts = []
+    for tier, system, what in (
+        ("lmdb", arm.disk_read_bytes, "disk"),
+        ("s3", arm.s3_sent_bytes, "S3"),
+    ):
+        claimed = arm.claimed_bytes.get(tier, 0)
+        if system or claimed:
+            said = "not counted" if system is None else format_bytes(system)
+            parts.append(f"{what}: {said}" + (f", {format_bytes(claimed)} claimed" * bool(claimed)))
+    return "; ".join(parts) or "0 B"
