@@ -7,7 +7,7 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
@@ -40,6 +40,7 @@ class SegmentFiles:
         self._guard = threading.Lock()
         self._open: OrderedDict[int, _Open] = OrderedDict()
         self._closed = False
+        self._made = False
         self._scratch = ScratchPool(_SCRATCHES)
 
     def write(self, segment: Segment, slot: int, head: bytes, data: memoryview) -> None:
@@ -80,10 +81,19 @@ class SegmentFiles:
                 copy(into[:stored_bytes], scratch[PAGE : PAGE + stored_bytes])
             return bytes(scratch[:PAGE])
 
-    def sync(self, segment: Segment) -> None:
-        """Bring what was written to a segment to the disk."""
-        with self._use(segment) as descriptor:
-            self._io.fdatasync(descriptor)
+    def sync(self, segments: Iterable[Segment]) -> None:
+        """Bring what was written to segments to the disk, and that new ones exist."""
+        with self._guard:
+            made, self._made = self._made, False
+        try:
+            for segment in segments:
+                with self._use(segment) as descriptor:
+                    self._io.fdatasync(descriptor)
+            if made:
+                self._directory.sync()
+        except OSError:
+            self._made = self._made or made
+            raise
 
     def create(self, segment: Segment) -> None:
         """Make the file of a segment, every byte allocated; nothing remains of a failure."""
@@ -91,12 +101,12 @@ class SegmentFiles:
         descriptor = self._io.open(path, self._directory.flags | os.O_CREAT | os.O_EXCL)
         try:
             self._io.fallocate(descriptor, segment.length)
-            self._directory.sync()
         except OSError:
             path.unlink(missing_ok=True)
             raise
         finally:
             self._io.close(descriptor)
+        self._made = True
 
     def remove(self, segment: Segment) -> None:
         """Remove the file of an empty segment."""

@@ -205,8 +205,7 @@ class Ledger:
             batch.failed = True
         try:
             if self._synced:
-                for segment in batch.dirty:
-                    self._files.sync(segment)
+                self._files.sync(batch.dirty)
             self._index.commit(batch.operations)
             batch.failed = False
         except (OSError, Unavailable) as error:
@@ -286,8 +285,7 @@ class Ledger:
             whole = not self._pending.operations
             try:
                 if not self._synced:
-                    for segment in self._slabs.segments.values():
-                        self._files.sync(segment)
+                    self._files.sync(self._slabs.segments.values())
                     self._index.sync()
             except (OSError, Unavailable) as error:
                 self._log.warn("closing did not reach the disk", error)

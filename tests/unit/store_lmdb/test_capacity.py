@@ -1,0 +1,160 @@
+"""The NVMe store's bytes: within the capacity at every instant, and no slot given out twice."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
+from kvtier.storage_backends.slab import FileIO, Segment
+from kvtier.testing.records import fetch, is_exact, make_record
+from kvtier.tiers.store import Status
+
+MIB = 1 << 20
+OK, FULL = Status.OK, Status.FULL
+
+
+def test_capacity_is_never_exceeded(opened: Any, durability: str) -> None:
+    capacity = 24 * MIB
+    store = opened(capacity, durability=durability)
+    samples: list[int] = []
+    done = threading.Event()
+
+    def sample() -> None:
+        while not done.is_set():
+            samples.append(opened.disk_bytes())
+            time.sleep(0.002)
+
+    threads = [threading.Thread(target=overfill, args=(store, seed)) for seed in range(8)]
+    sampler = threading.Thread(target=sample)
+    for thread in (sampler, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    done.set()
+    sampler.join()
+    assert max(samples) <= capacity
+    assert max(samples) > capacity * 0.8
+    for header in list(store.scan()):
+        assert is_exact(*fetch(store, header.id, header.stored_bytes))
+    store.close()
+    assert opened.disk_bytes() <= capacity
+
+
+def overfill(store: LmdbSlabStore, seed: int) -> None:
+    choose = random.Random(seed)
+    mine: list[bytes] = []
+    for number in range(40):
+        size = choose.choice((3000, 70_000, 262_144, 262_144, 900_000))
+        record = make_record(1000 * seed + number, size)
+        while (status := store.write_many([record])[0]) is FULL and mine:
+            store.delete_many([mine.pop(0)])
+        if status is OK:
+            mine.append(record.header.id)
+
+
+def test_lower_capacity_drops_the_oldest(opened: Any) -> None:
+    store = opened(32 * MIB)
+    records = [make_record(number, MIB) for number in range(20)]
+    assert store.write_many(records) == [OK] * 20
+    store.close()
+    store = opened(12 * MIB)
+    assert opened.disk_bytes() <= 12 * MIB
+    left = [header.depth for header in store.scan()]
+    assert left
+    assert left == list(range(20 - len(left), 20))
+    assert is_exact(*fetch(store, records[-1].header.id, MIB))
+
+
+def test_index_that_outgrew_the_capacity_is_discarded(opened: Any) -> None:
+    store = opened(64 * MIB)
+    assert set(store.write_many([make_record(n, 10) for n in range(3000)])) == {OK}
+    store.close()
+    store = opened(3 * MIB)
+    assert opened.disk_bytes() <= 3 * MIB
+    assert store.write_many([make_record(1, 10)]) == [OK]
+
+
+def test_segments_change_their_class(opened: Any, durability: str) -> None:
+    store = opened(durability=durability)
+    for sizes in (100_000, 900_000, 5000, 3_000_000):
+        names = []
+        for number in range(5000):
+            record = make_record(number, sizes)
+            (status,) = store.write_many([record])
+            if status is FULL:
+                break
+            assert status is OK
+            names.append(record.header.id)
+        assert status is FULL
+        assert len(names) * store.footprint(sizes) > 16 * MIB * 0.6
+        assert store.delete_many(names) == [OK] * len(names)
+
+
+def test_slot_with_a_reader_is_not_reused(opened: Any) -> None:
+    class Slow(FileIO):
+        entered, go = threading.Event(), threading.Event()
+        armed = False
+
+        def pread(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            if self.armed:
+                self.entered.set()
+                assert self.go.wait(10)
+            return super().pread(descriptor, buffers, offset)
+
+    io = Slow()
+    store = opened(4 * MIB, durability="each", io=io)
+    old, new = make_record(1, MIB), make_record(2, MIB)
+    assert store.write_many([old]) == [OK]
+    io.armed = True
+    result: list[object] = []
+    thread = threading.Thread(target=lambda: result.extend(fetch(store, old.header.id, MIB)))
+    thread.start()
+    assert io.entered.wait(10)
+    assert store.delete_many([old.header.id]) == [OK]
+    assert store.write_many([new]) == [FULL]
+    io.go.set()
+    thread.join()
+    assert is_exact(*result)
+    assert store.write_many([new]) == [OK]
+
+
+def test_free_slots_are_waited_for_by_commit_only(opened: Any) -> None:
+    """In batch mode a deleted record's slot is reused, but after the deletion is committed."""
+    store = opened(4 * MIB, clock=opened.clock)
+    for number in range(20):
+        record = make_record(number, MIB)
+        assert store.write_many([record]) == [OK]
+        assert store.delete_many([record.header.id]) == [OK]
+
+
+def test_footprint_is_what_a_record_takes(opened: Any) -> None:
+    store = opened(64 * MIB)
+    count = 0
+    while store.write_many([make_record(count, 500_000)]) == [OK]:
+        count += 1
+    assert 0.93 * 64 * MIB <= count * store.footprint(500_000) <= 64 * MIB
+
+
+def test_more_segments_than_open_files(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.storage_backends.slab_files._MAX_OPEN", 3)
+    store = opened(64 * MIB)
+    records = [make_record(number, 600_000) for number in range(20)]
+    assert store.write_many(records) == [OK] * 20
+    assert len(store._files._open) <= 3
+    for record in records:
+        assert is_exact(*fetch(store, record.header.id, 600_000))
+    assert len(list(opened.folder.glob("*.seg"))) == 20
+
+
+def test_segment_names() -> None:
+    segment = Segment(7, 8192, 3)
+    again = Segment.named(segment.name, 3 * 8192 + 100)
+    assert again is not None
+    assert (again.number, again.stride, again.slots) == (7, 8192, 3)
+    for foreign in ("slab-00000007-8191.seg", "slab-7-8192.seg", "slab-00000007-8192.seg.bak"):
+        assert Segment.named(foreign, 8192) is None

@@ -1,0 +1,173 @@
+"""When the NVMe store commits what, in which order, and its index."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import Unavailable
+from kvtier.storage_backends import slab_recovery
+from kvtier.storage_backends.slab import INDEX_FLOOR, SLOT_CHARGE, FileIO
+from kvtier.storage_backends.slab_index import Entry, Index
+from kvtier.testing.records import make_record
+from kvtier.tiers.store import Status
+
+MIB = 1 << 20
+PAGE = 4096
+OK, ABSENT = Status.OK, Status.ABSENT
+
+
+def test_batch_is_committed_by_age_and_by_size(opened: Any) -> None:
+    clock = opened.clock
+    store = opened(256 * MIB, clock=clock)
+
+    def committed() -> int:
+        return len(store._ledger.page(b"", 100))
+
+    store.write_many([make_record(1, 5000)])
+    assert committed() == 0
+    clock.now = 1.1
+    store.write_many([make_record(2, 5000)])
+    assert committed() == 2
+    for number in range(3, 12):
+        store.write_many([make_record(number, 8 * MIB)])
+    assert committed() == 10
+
+
+def test_none_is_discarded_after_a_restart(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    record = make_record(1, 5000)
+    store = opened(durability="none")
+    store.write_many([record])
+    opened.pretend_killed(store)
+    store = opened(durability="none")
+    assert store.contains_many([record.header.id]) == [OK]
+    opened.pretend_killed(store)
+    monkeypatch.setattr(slab_recovery, "boot_id", lambda: b"another boot")
+    store = opened()
+    assert store.contains_many([record.header.id]) == [ABSENT]
+    assert "before the machine restarted" in caplog.text
+
+
+def test_none_closed_cleanly_survives_a_restart(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = make_record(1, 5000)
+    store = opened(durability="none")
+    store.write_many([record])
+    store.close()
+    monkeypatch.setattr(slab_recovery, "boot_id", lambda: b"another boot")
+    assert opened().contains_many([record.header.id]) == [OK]
+
+
+def test_none_can_become_each(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = make_record(1, 5000)
+    store = opened(durability="none")
+    store.write_many([record])
+    opened.pretend_killed(store)
+    store = opened(durability="each")
+    opened.pretend_killed(store)
+    monkeypatch.setattr(slab_recovery, "boot_id", lambda: b"another boot")
+    assert opened().contains_many([record.header.id]) == [OK]
+
+
+def test_each_groups_concurrent_writers(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = opened(64 * MIB, durability="each")
+    commits: list[int] = []
+    whole = Index.commit
+
+    def slow(self: Index, operations: dict[bytes, Entry | None]) -> None:
+        commits.append(len(operations))
+        time.sleep(0.02)
+        whole(self, operations)
+
+    monkeypatch.setattr(Index, "commit", slow)
+    statuses: list[Status] = []
+    threads = [
+        threading.Thread(target=lambda n=n: statuses.extend(store.write_many([make_record(n, 99)])))
+        for n in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert statuses == [OK] * 8
+    assert sum(commits) == 8
+    assert len(commits) < 8
+
+
+def test_scan_is_in_order_of_writing(opened: Any) -> None:
+    store = opened(64 * MIB)
+    order = list(range(700))
+    random.Random(3).shuffle(order)
+    for number in order:
+        store.write_many([make_record(number, 10)])
+    store.write_many([make_record(order[5], 10, version=1)])
+    expected = [number for number in order if number != order[5]] + [order[5]]
+    assert [header.depth for header in store.scan()] == expected
+    store.close()
+    store = opened(64 * MIB)
+    assert [header.depth for header in store.scan()] == expected
+    store.write_many([make_record(9999, 10)])
+    assert [header.depth for header in store.scan()] == [*expected, 9999]
+
+
+def test_writing_again_writes_nothing(opened: Any) -> None:
+    class Counting(FileIO):
+        writes = 0
+
+        def pwrite(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            self.writes += 1
+            return super().pwrite(descriptor, buffers, offset)
+
+    records = [make_record(number, 1000) for number in range(50)]
+    store = opened()
+    store.write_many(records)
+    store.close()
+    io = Counting()
+    store = opened(io=io)
+    before = io.writes
+    assert store.write_many(records) == [OK] * 50
+    assert io.writes == before
+
+
+def test_full_index_is_unavailable_and_keeps_its_entries(tmp_path: Path) -> None:
+    index = Index(tmp_path / "index", 40 * PAGE, synced=False)
+    names = [number.to_bytes(38, "big") for number in range(500)]
+    entry = Entry(1, 2, 3, bytes(256))
+    with pytest.raises(Unavailable, match="full"):
+        index.commit(dict.fromkeys(names, entry))
+    kept = [found for found in index.find(names) if found]
+    assert len(kept) > 100
+    assert set(kept) == {entry}
+    index.grow(400 * PAGE)
+    index.commit(dict.fromkeys(names, entry))
+    assert index.find(names) == [entry] * 500
+    index.close()
+
+
+def test_index_has_room_for_its_slots(tmp_path: Path) -> None:
+    """With every slot in use, large batches of replacements leave the map far from full."""
+    slots = 6000
+    size = INDEX_FLOOR + slots * SLOT_CHARGE
+    index = Index(tmp_path / "index", size, synced=False)
+    choose = random.Random(5)
+    names = [choose.randbytes(38) for _ in range(slots)]
+    entry = Entry(1, 2, 3, bytes(256))
+    index.commit(dict.fromkeys(names, entry))
+    for _ in range(60):
+        operations: dict[bytes, Entry | None] = {}
+        for _ in range(600):
+            at = choose.randrange(slots)
+            operations[names[at]] = None
+            names[at] = choose.randbytes(38)
+            operations[names[at]] = entry
+        index.commit(operations)
+    assert (index._env.info()["last_pgno"] + 1) * PAGE < 0.9 * size
+    index.close()

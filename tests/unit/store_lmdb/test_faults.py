@@ -1,0 +1,190 @@
+"""The NVMe store under failing system calls, one after the other."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ConfigError, KvtierError, Unavailable
+from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
+from kvtier.storage_backends.slab import FileIO
+from kvtier.storage_backends.slab_index import Index
+from kvtier.testing.records import aligned, fetch, is_exact, make_record
+from kvtier.tiers.store import Status, Write
+
+MIB = 1 << 20
+OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
+
+
+class Faulty(FileIO):
+    """Fails the Nth call after it was armed."""
+
+    def __init__(self, kind: str, at: int = 0) -> None:
+        self.kind = kind
+        self.left = at
+
+    def _due(self) -> bool:
+        self.left -= 1
+        return self.left == 0
+
+    def _fail(self) -> None:
+        if self._due():
+            raise OSError(getattr(errno, self.kind), "injected")
+
+    def open(self, path: Path, flags: int) -> int:
+        if self.kind != "short":
+            self._fail()
+        return super().open(path, flags)
+
+    def fallocate(self, descriptor: int, length: int) -> None:
+        if self.kind != "short":
+            self._fail()
+        super().fallocate(descriptor, length)
+
+    def fdatasync(self, descriptor: int) -> None:
+        if self.kind != "short":
+            self._fail()
+        super().fdatasync(descriptor)
+
+    def pread(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return self._maybe_short(super().pread, descriptor, buffers, offset)
+
+    def pwrite(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        return self._maybe_short(super().pwrite, descriptor, buffers, offset)
+
+    def _maybe_short(
+        self,
+        call: Callable[[int, list[memoryview], int], int],
+        descriptor: int,
+        buffers: list[memoryview],
+        offset: int,
+    ) -> int:
+        if self.kind != "short":
+            self._fail()
+            return call(descriptor, buffers, offset)
+        return call(descriptor, buffers, offset) - (512 if self._due() else 0)
+
+
+@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "EMFILE", "short"])
+def test_every_fault_while_open(tmp_path: Path, durability: str, kind: str) -> None:
+    for at in range(1, 200):
+        io = Faulty(kind)
+        store = LmdbSlabStore(tmp_path / f"{at}", 8 * MIB, durability=durability, io=io)
+        io.left = at
+        present, absent = scenario(store)
+        hit = io.left <= 0
+        io.left = 0
+        hold(store, present, absent)
+        assert store.write_many([make_record(77, 3000)]) == [OK]
+        store.close()
+        store = LmdbSlabStore(tmp_path / f"{at}", 8 * MIB, durability=durability)
+        hold(store, present if durability != "batch" or not hit else [], absent)
+        for header in list(store.scan()):
+            assert is_exact(*fetch(store, header.id, header.stored_bytes))
+        store.close()
+        if not hit:
+            break
+    else:
+        pytest.fail("the scenario never ran without its fault")
+    assert at > 5
+
+
+def scenario(store: LmdbSlabStore) -> tuple[list[Write], list[Write]]:
+    """Write, replace, read, delete; return what is there by the store's word, and what is not."""
+    records = [make_record(number, size) for number, size in enumerate((5000, 300_000, 5000))]
+    newer = make_record(0, 7000, version=1)
+    wrote = dict(zip([r.header.id for r in records], store.write_many(records), strict=True))
+    for record in records:
+        read, buffer = fetch(store, record.header.id, 300_000)
+        assert read.status is not OK or is_exact(read, buffer)
+    replaced = store.write_many([newer])
+    deleted = store.delete_many([records[2].header.id])
+    present = [record for record in records[1:2] if wrote[record.header.id] is OK]
+    present += [newer] if replaced == [OK] else []
+    absent = [r for r in records if wrote[r.header.id] not in (OK, FAILED)]
+    absent += [records[2]] if deleted == [OK] else []
+    absent = [] if replaced != [OK] else absent
+    return present, [r for r in absent if r.header.id != newer.header.id]
+
+
+def hold(store: LmdbSlabStore, present: list[Write], absent: list[Write]) -> None:
+    for record in present:
+        read, buffer = fetch(store, record.header.id, record.header.stored_bytes)
+        assert read.status is OK
+        assert read.header == record.header
+        assert is_exact(read, buffer)
+    gone = [record.header.id for record in absent]
+    assert store.contains_many(gone) == [ABSENT] * len(gone)
+
+
+@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "EMFILE", "short"])
+def test_every_fault_at_opening(tmp_path: Path, kind: str) -> None:
+    for at in range(1, 20):
+        io = Faulty(kind, at)
+        try:
+            LmdbSlabStore(tmp_path / f"{at}", 8 * MIB, io=io).close()
+        except KvtierError as error:
+            assert isinstance(error, ConfigError)  # noqa: PT017
+            LmdbSlabStore(tmp_path / f"{at}", 8 * MIB).close()
+        else:
+            break
+    assert io.left > 0
+    assert at > 1
+
+
+@pytest.mark.parametrize("durability", ["batch", "each"])
+def test_failed_commit_withdraws_its_writes(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, durability: str, caplog: object
+) -> None:
+    clock = opened.clock
+    store = opened(8 * MIB, durability=durability, clock=clock)
+    kept, old, new = make_record(1, 5000), make_record(2, 5000), make_record(2, 5000, version=1)
+    assert store.write_many([kept, old]) == [OK, OK]
+    clock.now = 2.0
+    store.delete_many([])
+    store._ledger.commit(store._ledger.pending)
+
+    def fail(self: Index, operations: object) -> None:
+        raise Unavailable("the index cannot be written: injected")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "commit", fail)
+        clock.now = 4.0
+        wrote = store.write_many([new, make_record(3, 5000)])
+        if durability == "batch":
+            store._ledger.commit(store._ledger.pending)
+        else:
+            assert wrote == [FAILED, FAILED]
+        names = [new.header.id, make_record(3, 5000).header.id]
+        assert store.contains_many(names) == [ABSENT, ABSENT]
+        assert fetch(store, kept.header.id, 5000)[1] == kept.data
+    assert store.write_many([new]) == [OK]
+    assert is_exact(*fetch(store, new.header.id, 5000))
+    store.close()
+    store = opened(8 * MIB)
+    assert {header.depth for header in store.scan()} == {1, 2}
+    assert fetch(store, new.header.id, 5000)[1] == new.data
+    # No slot leaked: as much fits as into a new store.
+    for number in (1, 2):
+        store.delete_many([make_record(number, 5000).header.id])
+    count = 0
+    while store.write_many([make_record(100 + count, MIB)]) == [OK]:
+        count += 1
+    assert count == 5
+
+
+def test_read_tells_why_in_the_log(opened: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    io = Faulty("EIO")
+    store = opened(io=io, clock=opened.clock)
+    record = make_record(1, 5000)
+    store.write_many([record])
+    for _ in range(5):
+        io.left = 1
+        assert store.read_many([record.header.id], [aligned(8192)])[0].status is FAILED
+    assert caplog.text.count("injected") == 1
