@@ -245,6 +245,12 @@ class Catalog:
         """Return a tier's budget in bytes; None for unbounded."""
         return self._shelves[tier].capacity
 
+    def spare(self, tier: int) -> int | None:
+        """Return the bytes that a tier's budget has left; None for unbounded."""
+        with self._lock:
+            shelf = self._shelves[tier]
+            return None if shelf.capacity is None else shelf.capacity - shelf.used
+
     def missing_chain(
         self, name: RecordId, tier: int, queued: Container[RecordId]
     ) -> list[RecordId]:

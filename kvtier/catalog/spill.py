@@ -8,6 +8,8 @@ dropped and counted.
 from __future__ import annotations
 
 import asyncio
+import bisect
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -156,6 +158,7 @@ class Spiller:
         extra = 0
         for _ in range(_FULL_TRIES):
             await self._make_room(jobs, room, extra)
+            jobs = self._fitting(jobs)
             full = [
                 job
                 for job, status in zip(jobs, await self._send(jobs), strict=True)
@@ -165,6 +168,18 @@ class Spiller:
                 return
             jobs, room, extra = full, 0, len(full)
         self._metrics.add("dropped_spills", len(jobs), tier=self._tier.name, reason="full")
+
+    def _fitting(self, jobs: list[_Job]) -> list[_Job]:
+        """Return the jobs, ancestors first, that the budget has room for; drop the others."""
+        spare = self._catalog.spare(self._number)
+        if spare is None:
+            return jobs
+        sizes = [self._tier.store.footprint(job.part.nbytes) for job in jobs]
+        count = bisect.bisect_right(list(itertools.accumulate(sizes)), spare)
+        if count < len(jobs):
+            dropped = len(jobs) - count
+            self._metrics.add("dropped_spills", dropped, tier=self._tier.name, reason="full")
+        return jobs[:count]
 
     def _settled(self, job: _Job, status: Status) -> bool:
         """Note a part's outcome; False when it should be tried again with more room."""
