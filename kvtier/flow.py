@@ -17,7 +17,7 @@ from kvtier.catalog.lease import Lease
 from kvtier.catalog.probe import Probe, search
 from kvtier.catalog.spill import Spiller
 from kvtier.clock import Clock
-from kvtier.identity.record import RecordId, checksum
+from kvtier.identity.record import RecordId, checksum, split_record_id
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 from kvtier.prefix import Prefix
@@ -64,7 +64,9 @@ class Moves:
             for number, tier in tiers.items()
         }
         self._shared = {n: t for n, t in tiers.items() if t.store.capabilities.shared}
+        self._clock = clock
         self._probe = Probe(clock)
+        self._asking: set[asyncio.Task[int]] = set()
         self._hashing = IoPool("hash", _HASH_THREADS)
         self._saved: deque[list[Saved]] = deque()
         self._publishing = asyncio.Lock()
@@ -85,21 +87,33 @@ class Moves:
         async with self._publishing:
             while self._saved:
                 parts = self._saved.popleft()
-                self.offer([one.part.name for one in parts if await self._commit(one)])
+                fates = [await self._commit(one) for one in parts]
+                self._count(parts, fates)
+                self.offer(
+                    [one.part.name for one, why in zip(parts, fates, strict=True) if not why]
+                )
 
-    async def _commit(self, one: Saved) -> bool:
+    async def _commit(self, one: Saved) -> str:
+        """Commit a part, or take its slot back and say why."""
         name, slot = one.part.name, one.slot
         if not one.ok:
             self._catalog.abort(name, slot)
-            self._metrics.add("dropped_saves", reason="copy")
-            return False
+            return "copy"
         data = self._arena.view(slot.offset, one.part.nbytes)
         raw_sum = await self._flow.io(self._hashing, checksum, data)
-        if self._catalog.commit(name, slot, raw_sum):
-            self._metrics.add("saved_chunks")
-            return True
-        self._metrics.add("dropped_saves", reason="orphan")
-        return False
+        return "" if self._catalog.commit(name, slot, raw_sum) else "orphan"
+
+    def _count(self, parts: Sequence[Saved], fates: Sequence[str]) -> None:
+        """Count chunks, not parts: one is saved when all its parts are."""
+        chunks: dict[bytes, str] = {}
+        for one, why in zip(parts, fates, strict=True):
+            key, _ = split_record_id(one.part.name)
+            chunks[key] = chunks.get(key) or why
+        for why in chunks.values():
+            if why:
+                self._metrics.add("dropped_saves", reason=why)
+            else:
+                self._metrics.add("saved_chunks")
 
     def offer(self, names: Sequence[RecordId]) -> None:
         """Offer parts in DRAM to every slower tier that lacks them."""
@@ -129,17 +143,30 @@ class Moves:
 
         chunks: from the first that is wanted to the last that could be had; known: how many the
         index knew, counted from the prompt's first; what follows is asked of the shared tiers.
+        Takes `within` seconds at most, a tier that does not answer included.
         """
-        count = known
+        count, until = known, self._clock() + within
         if known < chunks.stop:
-            count += await self._ask(prefix.parts(known, chunks.stop))
+            count += await self._ask_within(prefix.parts(known, chunks.stop), within)
         names = prefix.names[chunks.start : count]
         if not names:
             return None
-        lease = await self._fetcher.fetch(chunks.start, names, within=within, hold=hold)
+        left = max(until - self._clock(), 0.0)
+        lease = await self._fetcher.fetch(chunks.start, names, within=left, hold=hold)
         if lease is not None:
             self.offer([name for chunk in names[: lease.chunks] for name in chunk])
         return lease
+
+    async def _ask_within(self, parts: Sequence[Sequence[Part]], seconds: float) -> int:
+        """Ask the shared tiers; 0 when they have not answered in time.
+
+        Their answer is still taken then: the next match knows it.
+        """
+        asking = asyncio.create_task(self._ask(parts), name="ask")
+        self._asking.add(asking)  # the loop itself keeps only a weak reference
+        asking.add_done_callback(self._asking.discard)
+        await asyncio.wait((asking,), timeout=seconds)
+        return asking.result() if asking.done() else 0
 
     async def _ask(self, parts: Sequence[Sequence[Part]]) -> int:
         """Return how many further chunks a shared tier says it has, and index them."""
