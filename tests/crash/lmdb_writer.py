@@ -29,7 +29,7 @@ CAPACITY = 3 << 20
 PIECE = 64 << 10
 SIZES = (90_000, 150_000)
 NAMES = 7
-WRITES = 22
+WRITES = 16
 
 
 @functools.cache
