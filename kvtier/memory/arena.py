@@ -28,6 +28,7 @@ __all__ = ["PAGE_BYTES", "Arena", "Slot", "available_bytes", "slot_bytes_for"]
 PAGE_BYTES: Final = 4096
 
 _EXTENT_BYTES: Final = 64 << 20
+_EXTENTS: Final = 64  # at least as many, where they are not below one slot
 _MADV_POPULATE_WRITE: Final = 23  # linux/mman.h; absent from the mmap module of 3.11
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _log = logging.getLogger("kvtier")
@@ -69,17 +70,17 @@ class _Extent:
 class Arena:
     """Host memory for slots. Not thread-safe: the Catalog calls it under its lock.
 
-    capacity: bytes, cut down to whole pages and never exceeded. part_bytes: sizes of the parts
-    to expect; extents are cut so that the largest wastes least.
+    capacity: bytes, cut down to whole pages and never exceeded. part_bytes: of each part of one
+    chunk; extents are cut so that the largest wastes least, and so many that sizes can mix.
     """
 
     def __init__(self, capacity: int, part_bytes: Sequence[int]) -> None:
         self.nbytes = capacity // PAGE_BYTES * PAGE_BYTES
-        largest = max(slot_bytes_for(size) for size in part_bytes)
-        if self.nbytes < largest:
+        sizes = [slot_bytes_for(size) for size in part_bytes]
+        if self.nbytes < sum(sizes):
             raise ConfigError(
                 f"dram capacity {format_bytes(capacity)} is below one chunk of "
-                f"{format_bytes(largest)}; give it at least that, better a hundred times as much"
+                f"{format_bytes(sum(sizes))}; give it at least that, better a hundred times as much"
             )
         available = available_bytes()
         if self.nbytes > available:
@@ -102,7 +103,7 @@ class Arena:
                 f"({error.strerror}; {format_bytes(available)} available); ask for less"
             ) from error
         self._view = memoryview(self._map)
-        step = max(1, _EXTENT_BYTES // largest) * largest
+        step = max(1, min(_EXTENT_BYTES, self.nbytes // _EXTENTS) // max(sizes)) * max(sizes)
         self._extents = [
             _Extent(first, min(step, self.nbytes - first)) for first in range(0, self.nbytes, step)
         ]

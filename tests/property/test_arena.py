@@ -19,11 +19,11 @@ class ArenaMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        usual, module._EXTENT_BYTES = module._EXTENT_BYTES, 16 * PAGE_BYTES
+        usual, module._EXTENTS = module._EXTENTS, 3
         try:
             self.arena = Arena(PAGES * PAGE_BYTES + 77, [SIZES[1], SIZES[2]])
         finally:
-            module._EXTENT_BYTES = usual
+            module._EXTENTS = usual
         self.extents = [(extent.first, extent.nbytes) for extent in self.arena._extents]
         self.live: dict[Slot, int] = {}
         self.serials: set[int] = set()

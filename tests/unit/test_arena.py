@@ -71,8 +71,28 @@ def test_the_memory_is_there_when_it_opens():
 
 
 def test_less_than_one_chunk_is_refused_with_its_size():
-    with pytest.raises(ConfigError, match=r"capacity 1023 KiB is below one chunk of 1 MiB"):
-        Arena(MIB - 1024, [4096, MIB])
+    with pytest.raises(ConfigError, match=r"capacity 1 MiB is below one chunk of 1.004 MiB"):
+        Arena(MIB, [4096, MIB])
+
+
+@pytest.mark.parametrize("spare", [0, 12_288])
+def test_a_small_arena_holds_a_whole_chunk_of_mixed_parts(spare: int):
+    arena = Arena(16_384 + spare, [12_000, 4096])
+    try:
+        assert arena.allocate(12_000)
+        assert arena.allocate(4096)
+    finally:
+        arena.close()
+
+
+def test_in_one_extent_they_would_not_mix(monkeypatch):
+    monkeypatch.setattr(module, "_EXTENTS", 1)
+    arena = Arena(36_864, [12_000, 4096])
+    try:
+        assert arena.allocate(12_000)
+        assert arena.allocate(4096) is None, "although two thirds are free"
+    finally:
+        arena.close()
 
 
 def test_more_than_is_available_is_refused_with_both_sizes(monkeypatch):
