@@ -218,5 +218,7 @@ def _copy(copy: Copy, planes: slice, *, into_slot: bool) -> None:
         first = copy.blocks[at]
         pages = copy.pages[planes, first : first + stop - at]
         slot = copy.slot[planes, at:stop]
+        if pages.shape != slot.shape:  # numpy would repeat one block in the place of many
+            raise MisuseError(f"blocks {pages.shape} do not match their slot {slot.shape}")
         np.copyto(*((slot, pages) if into_slot else (pages, slot)))
         at = stop
