@@ -169,7 +169,7 @@ class Tier:
     def _hung(self) -> bool:
         """Say whether every thread sits in a call that does not return."""
         late = self._clock() - HUNG_SECONDS
-        return sum(start < late for start in self._running.values()) >= self.store.THREADS
+        return sum(start < late for start in tuple(self._running.values())) >= self.store.THREADS
 
     def _read(self, wanted: list[Wanted]) -> list[Fetched]:
         """Read and verify, on a thread of the pool."""
