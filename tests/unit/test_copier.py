@@ -1,0 +1,208 @@
+"""The Copier: plans that fit are executed exactly, those that do not are refused whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvtier.copier import Pages
+from kvtier.copyplan import CopyPlan, PlanPart
+from kvtier.device.cpu import CpuDevice, CpuFence
+from kvtier.errors import ConfigError, ProtocolError
+from kvtier.identity.geometry import Component, Geometry
+from kvtier.identity.record import Part
+from kvtier.memory.arena import Arena, Slot
+from kvtier.transfer import CopyStatus
+
+BLOCK, CHUNK, BLOCKS, SECONDS = 4, 16, 12, 10.0
+GEOMETRY = Geometry(
+    (Component(3, 2, 32), Component(2, 1, 24, planes=1, name="latent")),
+    "float16",
+    block_tokens=(BLOCK,),
+    chunk_tokens=CHUNK,
+)
+SIZES = [GEOMETRY.part_bytes(Part(index)) for index in range(2)]
+
+
+class Rank:
+    """One rank with an arena of its own; one slot for each component."""
+
+    def __init__(self) -> None:
+        self.arena = Arena(1 << 16, SIZES)
+        self.id = os.fstat(self.arena.fd).st_ino
+        self.device = CpuDevice()
+        numbers = np.random.default_rng(5)
+        shapes = [(3, 2, BLOCKS, BLOCK, 2, 32), (2, 1, BLOCKS, BLOCK, 1, 24)]
+        self.kv = [numbers.integers(0, 9999, shape).astype(np.uint16) for shape in shapes]
+        self.pages = Pages(GEOMETRY, self.arena, self.id, self.kv, self.device)
+        self.slots = [self.arena.allocate(size) for size in SIZES]
+
+    def plan(self, kind: Any = "save", blocks: tuple[int, ...] = (1, 2, 3, 4), first: int = 0):
+        parts = tuple(
+            PlanPart(*slot, index, 0, 1, first, blocks) for index, slot in enumerate(self.slots)
+        )
+        return CopyPlan(1, 1, kind, self.id, parts)
+
+    def part(self, slot: Slot, index: int) -> np.ndarray:
+        """Return a slot's tokens as [planes, tokens of the chunk, elements]."""
+        component = GEOMETRY.components[index]
+        planes = component.layers * component.planes
+        raw = self.arena.memory[slot.offset : slot.offset + SIZES[index]]
+        return raw.view(np.uint16).reshape(planes, CHUNK, -1)
+
+    def blocks(self, index: int, blocks: list[int]) -> np.ndarray:
+        component = GEOMETRY.components[index]
+        planes = component.layers * component.planes
+        flat = self.kv[index].reshape(planes, BLOCKS, BLOCK, -1)
+        return flat[:, blocks].reshape(planes, BLOCK * len(blocks), -1)
+
+
+@pytest.fixture
+def rank() -> Iterator[Rank]:
+    found = Rank()
+    yield found
+    found.device.close()
+    found.arena.close()
+
+
+def test_a_save_fills_slots_in_layer_plane_token_order(rank: Rank):
+    blocks = (7, 0, 11, 1)
+    result = rank.pages.execute(rank.plan(blocks=blocks), after=()).result(SECONDS)
+    assert (result.status, result.tokens, result.failed_blocks) == (CopyStatus.OK, CHUNK, ())
+    for index, slot in enumerate(rank.slots):
+        assert np.array_equal(rank.part(slot, index), rank.blocks(index, list(blocks)))
+
+
+def test_a_load_gives_back_what_was_saved_in_other_blocks(rank: Rank):
+    rank.pages.execute(rank.plan(blocks=(1, 2, 3, 4)), after=()).result(SECONDS)
+    saved = [rank.blocks(index, [1, 2, 3, 4]).copy() for index in range(2)]
+    untouched = [kv.copy() for kv in rank.kv]
+    transfer = rank.pages.execute(rank.plan("load", blocks=(9, 5, 6, 0)), after=())
+    assert len(transfer.groups) == 4
+    assert transfer.result(SECONDS).tokens == CHUNK
+    for index in range(2):
+        assert np.array_equal(rank.blocks(index, [9, 5, 6, 0]), saved[index])
+        rest = [block for block in range(BLOCKS) if block not in {9, 5, 6, 0}]
+        assert np.array_equal(rank.kv[index][:, :, rest], untouched[index][:, :, rest])
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 1), (4, 2), (12, 1)])
+def test_a_part_of_a_chunk_is_copied_to_its_place(rank: Rank, first: int, count: int):
+    rank.arena.memory[:] = 0xAB
+    blocks = tuple(range(2, 2 + count))
+    result = rank.pages.execute(rank.plan(blocks=blocks, first=first), after=()).result(SECONDS)
+    assert result.tokens == count * BLOCK
+    for index, slot in enumerate(rank.slots):
+        part = rank.part(slot, index)
+        stop = first + count * BLOCK
+        assert np.array_equal(part[:, first:stop], rank.blocks(index, list(blocks)))
+        assert (part[:, :first] == 0xABAB).all()
+        assert (part[:, stop:] == 0xABAB).all()
+    used = sum(SIZES)
+    assert (rank.arena.memory == 0xAB).sum() >= rank.arena.nbytes - used
+
+
+def test_a_failed_copy_is_a_value_that_names_each_block_once(rank: Rank):
+    compute = CpuFence()
+    compute.settle(RuntimeError("kernel"))
+    result = rank.pages.execute(rank.plan(blocks=(3, 1)), after=(compute,)).result(SECONDS)
+    assert (result.status, result.tokens) == (CopyStatus.FAILED, 0)
+    assert result.failed_blocks == (3, 1)
+    assert "kernel" in result.cause
+
+
+def changed(plan: CopyPlan, index: int, **fields: Any) -> CopyPlan:
+    parts = list(plan.parts)
+    parts[index] = msgspec.structs.replace(parts[index], **fields)
+    return msgspec.structs.replace(plan, parts=tuple(parts))
+
+
+BAD_PARTS = {
+    "component": {"component": 2},
+    "another component": {"component": 0},  # larger than the latent's slot
+    "shard": {"shard": 1},
+    "shards": {"shards": 2},
+    "no shards": {"shards": 0},
+    "block": {"blocks": (0, BLOCKS)},
+    "huge block": {"blocks": (2**64 - 1,)},
+    "too many blocks": {"blocks": (0, 1, 2, 3, 4)},
+    "past the chunk": {"first_token": 12, "blocks": (0, 1)},
+    "past the chunk, empty": {"first_token": 20, "blocks": ()},
+    "within a block": {"first_token": 2},
+    "short slot": {"nbytes": SIZES[1] - 1},
+    "slot past the end": {"offset": (1 << 16) - SIZES[1] + 1},
+    "slot far away": {"offset": 2**63},
+    "long slot": {"nbytes": 2**63},
+}
+
+
+@pytest.mark.parametrize("kind", ["load", "save"])
+@pytest.mark.parametrize("fields", BAD_PARTS.values(), ids=BAD_PARTS)
+def test_a_plan_that_does_not_fit_is_refused_whole(rank: Rank, kind: str, fields: dict[str, Any]):
+    before = [kv.copy() for kv in rank.kv]
+    memory = rank.arena.memory.copy()
+    with pytest.raises(ProtocolError, match="the plan"):
+        rank.pages.execute(changed(rank.plan(kind), 1, **fields), after=())
+    rank.device.stream("load").record().wait(SECONDS)
+    rank.device.stream("store").record().wait(SECONDS)
+    assert np.array_equal(rank.arena.memory, memory), "not even its first part was copied"
+    assert all(map(np.array_equal, rank.kv, before))
+
+
+def test_a_plan_for_another_arena_is_refused(rank: Rank):
+    plan = msgspec.structs.replace(rank.plan(), arena=rank.id + 1)
+    with pytest.raises(ProtocolError, match="another arena"):
+        rank.pages.execute(plan, after=())
+
+
+def test_taken_for_its_own_it_would_overwrite_a_slot(rank: Rank):
+    """The twin: a rank that does not look at the arena's id."""
+    other = msgspec.structs.replace(rank.plan(), arena=rank.id + 1)
+    rank.pages._arena_id = other.arena
+    assert rank.pages.execute(other, after=()).result(SECONDS).status is CopyStatus.OK
+    assert rank.arena.memory.any()
+
+
+def test_a_plan_after_the_arena_closed_is_refused(rank: Rank):
+    plan = rank.plan()
+    rank.arena.close()
+    with pytest.raises(ProtocolError, match="outside the arena"):
+        rank.pages.execute(plan, after=())
+
+
+def test_an_empty_plan_is_done(rank: Rank):
+    for plan in (CopyPlan(1, 1, "load", rank.id, ()), rank.plan(blocks=())):
+        result = rank.pages.execute(plan, after=()).result(SECONDS)
+        assert (result.status, result.tokens) == (CopyStatus.OK, 0)
+
+
+def test_tensors_that_do_not_match_the_geometry_are_refused(rank: Rank):
+    good = rank.kv
+    for bad in ([], good[:1], [*good, good[0]]):
+        with pytest.raises(ConfigError, match="2 components need as many"):
+            Pages(GEOMETRY, rank.arena, rank.id, bad, rank.device)
+    for bad in (
+        [good[1], good[0]],
+        [good[0].astype(np.uint8), good[1]],
+        [good[0].astype(np.float32), good[1]],
+        [good[0][:2], good[1]],
+        [good[0].reshape(3, 2, BLOCKS * 2, 2, 2, 32), good[1]],
+    ):
+        with pytest.raises(ConfigError, match="check dtype, block size, heads"):
+            Pages(GEOMETRY, rank.arena, rank.id, bad, rank.device)
+
+
+def test_a_rank_holds_the_heads_of_its_shard(rank: Rank):
+    geometry = Geometry((Component(3, 2, 8),), "float16", (BLOCK,), CHUNK)
+    half = np.zeros((3, 2, BLOCKS, BLOCK, 1, 8), np.uint16)
+    pages = Pages(geometry, rank.arena, rank.id, [half], rank.device, shards=2)
+    part = PlanPart(*rank.slots[0], 0, 1, 2, 0, (5,))
+    plan = CopyPlan(1, 1, "save", rank.id, (part,))
+    assert pages.execute(plan, after=()).result(SECONDS).tokens == BLOCK
+    with pytest.raises(ConfigError):
+        Pages(geometry, rank.arena, rank.id, [half], rank.device)
