@@ -1,83 +1,24 @@
-"""The Catalog: what is visible when, who may leave, and who holds what."""
+"""The Catalog: what is visible when, and who may leave."""
 
 from __future__ import annotations
 
 import pytest
 
-from kvtier.catalog.catalog import Catalog, Part, Shelf
+from kvtier.catalog.catalog import Part
 from kvtier.catalog.index import DRAM, NO_ROW
-from kvtier.catalog.lease import LeaseState
 from kvtier.catalog.shelf import Room
 from kvtier.errors import MisuseError
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import record_id
-from kvtier.memory.arena import Arena
-from kvtier.metrics import Metrics
-from kvtier.policies.lru import Lru
-
-PART_BYTES = 8192
-SUM = bytes(16)
-LMDB = 1
-
-
-class Clock:
-    """A clock that tests move by hand."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Fixture:
-    """A catalog with room for `slots` parts in DRAM and one slower tier."""
-
-    def __init__(self, slots: int, capacity: int | None = None) -> None:
-        self.clock = Clock()
-        self.metrics = Metrics()
-        self.arena = Arena(slots * PART_BYTES, [PART_BYTES])
-        shelves = [Shelf("dram", Lru(), slots * PART_BYTES), Shelf("lmdb", Lru(), capacity)]
-        self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics)
-
-    def save(self, parts: list[Part]) -> int:
-        """Save parts as an engine would; return how many were kept."""
-        slots = self.catalog.reserve(parts)
-        taken = zip(parts, slots, strict=False)
-        return sum(self.catalog.commit(part.name, slot, SUM) for part, slot in taken)
-
-    def found(self, parts: list[Part]) -> list[int]:
-        """Match one-part chunks; return the tier of each."""
-        return self.catalog.match([[part.name] for part in parts])
-
-    def rows(self, parts: list[Part]) -> list[int]:
-        return [self.catalog._index.find(part.name) for part in parts]
-
-    def close(self) -> None:
-        self.arena.close()
-
-
-def chain(count: int, seed: int = 0, start: int = 0) -> list[Part]:
-    """Return the parts of a prefix of one-part chunks."""
-    names = [
-        record_id(bytes([seed]) * 16 + depth.to_bytes(16, "big"), PartName())
-        for depth in range(count)
-    ]
-    parents = [None, *names]
-    parts = [Part(name, parents[i], i, PART_BYTES) for i, name in enumerate(names)]
-    return parts[start:]
+from kvtier.testing.small_catalog import LMDB, PART_BYTES, SUM, SmallCatalog, chain, names
 
 
 @pytest.fixture
 def small():
     """Room for four parts."""
-    fixture = Fixture(4)
+    fixture = SmallCatalog(4)
     yield fixture
     fixture.close()
-
-
-def names(parts: list[Part]) -> list[list[bytes]]:
-    return [[part.name] for part in parts]
 
 
 # ------------------------------------------------------------------------------------ visibility
@@ -211,7 +152,7 @@ def test_a_last_copy_leaves_only_when_nothing_else_can(small):
 
 
 def test_a_slower_tier_keeps_its_budget_and_evicts_leaves():
-    fixture = Fixture(4, capacity=3 * PART_BYTES)
+    fixture = SmallCatalog(4, capacity=3 * PART_BYTES)
     parts = chain(3)
     for part in parts:
         fixture.catalog.stored(part, LMDB, PART_BYTES)
@@ -223,7 +164,7 @@ def test_a_slower_tier_keeps_its_budget_and_evicts_leaves():
 
 
 def test_room_for_a_child_is_not_made_of_its_ancestors():
-    fixture = Fixture(4, capacity=2 * PART_BYTES)
+    fixture = SmallCatalog(4, capacity=2 * PART_BYTES)
     parts = chain(3)
     fixture.save(parts)
     for part in parts[:2]:
@@ -232,98 +173,6 @@ def test_room_for_a_child_is_not_made_of_its_ancestors():
     assert fixture.catalog.evict(LMDB, PART_BYTES, below=[child]) == []
     fixture.catalog.release_rows([child])
     assert len(fixture.catalog.evict(LMDB, PART_BYTES)) == 1
-    fixture.close()
-
-
-# ---------------------------------------------------------------------------------------- leases
-
-
-def test_a_lease_ends_at_its_deadline(small):
-    parts = chain(4)
-    small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 2.0)
-    small.clock.now += 1.9
-    small.catalog.expire()
-    assert lease.state is LeaseState.HELD
-    small.clock.now += 0.2
-    small.catalog.expire()
-    assert lease.state is LeaseState.EXPIRED
-    assert small.save(chain(4, seed=1)) == 4
-    lease.release()  # a documented no-op
-    assert small.metrics.get("expired_leases") == 1
-
-
-def test_a_plan_issued_in_time_keeps_its_slots_past_the_deadline(small):
-    """P4: quarantine, until the copy has reported."""
-    parts = chain(4)
-    small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 2.0)
-    assert small.catalog.issue(lease)
-    small.clock.now += 5
-    assert small.save(chain(4, seed=1)) == 0
-    small.catalog.figures()
-    assert small.metrics.get("quarantined_slots") == 4
-    small.catalog.settle(lease)
-    assert small.save(chain(4, seed=1)) == 4
-
-
-def test_a_plan_is_refused_after_the_deadline(small):
-    parts = chain(1)
-    small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 2.0)
-    small.clock.now += 3
-    assert not small.catalog.issue(lease)
-
-
-def test_releasing_while_a_copy_runs_frees_nothing_until_it_settles(small):
-    parts = chain(4)
-    small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 2.0)
-    small.catalog.issue(lease)
-    lease.release()
-    assert small.save(chain(1, seed=1)) == 0
-    small.catalog.settle(lease)
-    assert small.save(chain(1, seed=1)) == 1
-
-
-def test_releasing_twice_is_misuse_and_harms_nobody(small):
-    parts = chain(4)
-    small.save(parts)
-    first = small.catalog.lease(0, names(parts), 9.0)
-    second = small.catalog.lease(0, names(parts), 9.0)
-    first.release()
-    with pytest.raises(MisuseError):
-        first.release()
-    assert small.save(chain(1, seed=1)) == 0  # the second still holds
-    second.release()
-    assert small.catalog._index.held_rows == 0
-
-
-def test_settling_what_was_not_issued_is_misuse(small):
-    parts = chain(1)
-    small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 9.0)
-    with pytest.raises(MisuseError):
-        small.catalog.settle(lease)
-
-
-def test_ten_thousand_careless_leases_leave_nothing_held():
-    """H14: leases that are used, released or forgotten all end."""
-    fixture = Fixture(64)
-    parts = chain(8)
-    fixture.save(parts)
-    for turn in range(10_000):
-        fixture.clock.now += 0.01
-        lease = fixture.catalog.lease(0, names(parts), 1.0)
-        if turn % 3 == 0:
-            lease.release()
-        elif turn % 3 == 1:
-            fixture.catalog.issue(lease)
-            fixture.catalog.settle(lease)
-    fixture.clock.now += 1.1
-    assert fixture.catalog.expire() == 0
-    assert fixture.catalog._index.held_rows == 0
-    assert fixture.save(chain(64, seed=1)) == 64
     fixture.close()
 
 
@@ -383,7 +232,7 @@ def test_a_fetch_takes_what_fits_and_holds_no_more(small):
 
 def test_a_chunk_is_there_only_when_all_its_parts_are():
     """P7 and H12: a part that one rank lost shortens the prefix for all."""
-    fixture = Fixture(16)
+    fixture = SmallCatalog(16)
     ranks = [PartName(0, shard, 4) for shard in range(4)]
     keys = [bytes([i]) * 32 for i in range(4)]
     chunks = [[record_id(key, rank) for rank in ranks] for key in keys]

@@ -1,0 +1,75 @@
+"""A catalog on a small arena, and parts to put in it, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from kvtier.catalog.catalog import Catalog, Part, Shelf
+from kvtier.identity.record import Part as PartName
+from kvtier.identity.record import RecordId, record_id
+from kvtier.memory.arena import Arena
+from kvtier.metrics import Metrics
+from kvtier.policies.lru import Lru
+
+__all__ = ["LMDB", "PART_BYTES", "SUM", "Clock", "SmallCatalog", "chain", "names"]
+
+PART_BYTES: Final = 8192
+SUM: Final = bytes(16)
+LMDB: Final = 1
+
+
+class Clock:
+    """A clock that tests move by hand."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+class SmallCatalog:
+    """A catalog with room for `slots` parts in DRAM and one slower tier."""
+
+    def __init__(self, slots: int, capacity: int | None = None) -> None:
+        self.clock = Clock()
+        self.metrics = Metrics()
+        self.arena = Arena(slots * PART_BYTES, [PART_BYTES])
+        shelves = [Shelf("dram", Lru(), slots * PART_BYTES), Shelf("lmdb", Lru(), capacity)]
+        self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics)
+
+    def save(self, parts: Sequence[Part]) -> int:
+        """Save parts as an engine would; return how many were kept."""
+        slots = self.catalog.reserve(parts)
+        taken = zip(parts, slots, strict=False)
+        return sum(self.catalog.commit(part.name, slot, SUM) for part, slot in taken)
+
+    def found(self, parts: Sequence[Part]) -> list[int]:
+        """Match one-part chunks; return the tier of each."""
+        return self.catalog.match([[part.name] for part in parts])
+
+    def rows(self, parts: Sequence[Part]) -> list[int]:
+        """Return the index rows of parts."""
+        return [self.catalog._index.find(part.name) for part in parts]
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.arena.close()
+
+
+def chain(count: int, seed: int = 0, start: int = 0) -> list[Part]:
+    """Return the parts of a prefix of one-part chunks."""
+    names = [
+        record_id(bytes([seed]) * 16 + depth.to_bytes(16, "big"), PartName())
+        for depth in range(count)
+    ]
+    parents = [None, *names]
+    parts = [Part(name, parents[i], i, PART_BYTES) for i, name in enumerate(names)]
+    return parts[start:]
+
+
+def names(parts: Sequence[Part]) -> list[list[RecordId]]:
+    """Return the names of one-part chunks, as `match` takes them."""
+    return [[part.name] for part in parts]
