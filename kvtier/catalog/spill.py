@@ -166,8 +166,14 @@ class Spiller:
             ]
             if not full:
                 return
-            jobs, room, extra = full, 0, len(full)
+            jobs, room, extra = full, 0, max(len(full), self._lot(full[0]))
         self._metrics.add("dropped_spills", len(jobs), tier=self._tier.name, reason="full")
+
+    def _lot(self, job: _Job) -> int:
+        """Return how many parts to evict at a time: each lot costs a durable Store a commit."""
+        capacity = self._catalog.capacity(self._number)
+        lot = _BATCH_BYTES if capacity is None else min(_BATCH_BYTES, capacity // 32)
+        return lot // self._tier.store.footprint(job.part.nbytes)
 
     def _fitting(self, jobs: list[_Job]) -> list[_Job]:
         """Return the jobs, ancestors first, that the budget has room for; drop the others."""
