@@ -137,7 +137,8 @@ class ThreadFlow:
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """See Flow. Raises MisuseError after ``close``."""
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._running())
+            with self._lock:  # so that `close` finds whatever was started before it
+                return asyncio.run_coroutine_threadsafe(work, self._running())
         except MisuseError:
             work.close()
             raise
@@ -159,16 +160,16 @@ class ThreadFlow:
             _log.warning("%s did not end within %.0f s; it is left behind", self._name, timeout)
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._closed:
-                raise MisuseError(f"{self._name} is closed")
-            if self._loop is None:
-                loop = self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(
-                    target=self._run, args=(loop,), name=self._name, daemon=True
-                )
-                self._thread.start()
-            return self._loop
+        """Return the loop, started if need be. Called under the lock."""
+        if self._closed:
+            raise MisuseError(f"{self._name} is closed")
+        if self._loop is None:
+            loop = self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(
+                target=self._run, args=(loop,), name=self._name, daemon=True
+            )
+            self._thread.start()
+        return self._loop
 
     @staticmethod
     def _run(loop: asyncio.AbstractEventLoop) -> None:
