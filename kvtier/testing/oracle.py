@@ -1,0 +1,257 @@
+"""What must hold of a Cache at every moment, checked from outside by recounting everything."""
+
+# ruff: noqa: SLF001  (it looks inside on purpose)
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from functools import cache as remembered
+
+from kvtier.cache import Cache, Match
+from kvtier.catalog.catalog import Part
+from kvtier.catalog.index import DRAM, NO_ROW
+from kvtier.catalog.lease import Lease, LeaseState
+from kvtier.identity.record import RecordId
+from kvtier.memory.arena import Slot
+from kvtier.prefix import Prefix
+from kvtier.testing.simtask import SimError
+
+__all__ = ["Oracle", "payload"]
+
+
+@remembered
+def payload(name: RecordId, size: int) -> bytes:
+    """Return the only bytes that a part of this name may ever have."""
+    digest = hashlib.blake2b(name).digest()
+    return (digest * (size // len(digest) + 1))[:size]
+
+
+class Oracle:
+    """Recounts one cache. ``check`` raises SimError with the first thing that does not hold.
+
+    exact_budgets: whether a tier's budget binds now; a shared tier's is a target only.
+    """
+
+    def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
+        self.cache = cache
+        self.lost = 0
+        self._clock = clock
+        self._catalog = cache._catalog
+        self._index = cache._catalog._index
+        self._arena = cache._arena
+        self._count_losses()
+
+    def _count_losses(self) -> None:
+        """Note what may leave orphans: a tier lost a part or did not take it, or a probe saw one.
+
+        What a probe sees may have lost its parent while the shared tier was asked.
+        """
+        lost, stored = self._catalog.lost, self._catalog.stored
+        last_copy = self._catalog._room._last_copy
+
+        def counted_lost(row: int, tier: int) -> None:
+            self.lost += 1
+            lost(row, tier)
+
+        def counted_stored(part: Part, tier: int, charged: int) -> None:
+            row = self._index.find(part.name)
+            self.lost += row == NO_ROW or not self._index.present[row]
+            stored(part, tier, charged)
+
+        def counted_last(above: int) -> int:
+            row = last_copy(above)
+            self.lost += row != NO_ROW
+            return row
+
+        self._catalog.lost = counted_lost  # type: ignore[method-assign]
+        self._catalog.stored = counted_stored  # type: ignore[method-assign]
+        self._catalog._room._last_copy = counted_last  # type: ignore[method-assign]
+
+    # ---- at any moment
+
+    def check(self) -> None:
+        """Check everything that holds between any two callbacks."""
+        self._check_slots()
+        self._check_links()
+        self._check_holds()
+        self._check_leases()
+        self._check_budgets()
+
+    def _check_slots(self) -> None:
+        index, arena = self._index, self._arena
+        owner: dict[int, int] = {}
+        total = 0
+        for row in index.rows.values():
+            in_dram = index.present[row] & 1 << DRAM
+            if not index.serial[row]:
+                if in_dram:
+                    raise SimError(f"row {row} is in DRAM without a slot")
+                continue
+            slot = index.slot(row)
+            if owner.setdefault(slot.offset, row) != row:
+                raise SimError(f"rows {owner[slot.offset]} and {row} share a slot")
+            if not arena.holds(slot):
+                raise SimError(f"row {row} has {slot}, which is not in use")
+            total += slot.nbytes
+            if in_dram:
+                self.expect_bytes(index.names[row], slot, index.raw_bytes[row], "published")
+        self._expect(len(owner) == arena.slots_in_use, "a slot is in use and belongs to no row")
+        self._expect(total == arena.used_bytes <= arena.nbytes, "used_bytes of the arena is wrong")
+
+    def _check_links(self) -> None:
+        index = self._index
+        present, parent, depth = index.present, index.parent, index.depth
+        children: Counter[int] = Counter()
+        kids = [Counter[int]() for _ in index.kids]
+        orphans = 0
+        for name, row in index.rows.items():
+            above = parent[row]
+            if index.names[row] != name:
+                raise SimError(f"row {row} has lost its name")
+            if above == NO_ROW:
+                continue
+            if index.rows.get(index.names[above]) != above or depth[above] != depth[row] - 1:
+                raise SimError(f"the parent of row {row} is gone")
+            bits = present[row]
+            if bits:
+                children[above] += 1
+                orphans += not present[above]
+                for tier, counts in enumerate(kids):
+                    counts[above] += bits >> tier & 1
+        for row in index.rows.values():
+            if index.children[row] != children[row]:
+                raise SimError(f"row {row} has {children[row]} children, not the number counted")
+            if any(index.kids[tier][row] != counts[row] for tier, counts in enumerate(kids)):
+                raise SimError(f"row {row}: its children in some tier are not the number counted")
+        self._expect(index.orphans == orphans, f"{orphans} orphans, counted {index.orphans}")
+        self._expect(not orphans or self.lost > 0, f"{orphans} orphans, and no tier lost anything")
+
+    def _check_holds(self) -> None:
+        index = self._index
+        known = Counter(row for lease in self._leases() for rows in lease.rows for row in rows)
+        for row in index.rows.values():
+            if index.serial[row] and not index.present[row] & 1 << DRAM:
+                known[row] += 1  # it is being filled
+        held = 0
+        for row in index.rows.values():
+            held += index.holds[row] > 0
+            if index.holds[row] < known[row]:
+                raise SimError(f"row {row} has {index.holds[row]} holds, {known[row]} known")
+        self._expect(held == index.held_rows, f"{held} rows are held, counted {index.held_rows}")
+
+    def _check_leases(self) -> None:
+        now = self._clock()
+        for lease in self._leases():
+            if lease.plans or (lease.state is LeaseState.HELD and lease.deadline > now):
+                self.expect_leased(lease)
+
+    def _check_budgets(self) -> None:
+        index = self._index
+        for tier, shelf in enumerate(self._catalog._shelves):
+            rows = [row for row in index.rows.values() if index.present[row] >> tier & 1]
+            if len(rows) != len(shelf.policy) or sorted(rows) != sorted(shelf.policy.victims()):
+                raise SimError(f"{shelf.name}: the policy's rows are not those of the index")
+            used = sum(index.charged[tier][row] for row in rows)
+            self._expect(used == shelf.used, f"{shelf.name}: used {used}, counted {shelf.used}")
+            binds = tier and not self.cache._tiers[tier].store.capabilities.shared
+            if binds and shelf.capacity is not None and used > shelf.capacity:
+                raise SimError(f"{shelf.name}: {used} is over its budget")
+
+    def _leases(self) -> list[Lease]:
+        return list(self._catalog._leases._all.values())
+
+    # ---- what a caller was given
+
+    def expect_leased(self, lease: Lease) -> None:
+        """Check that each slot of a lease is that of its part, and whole."""
+        index = self._index
+        for rows, slots in zip(lease.rows, lease.slots, strict=True):
+            for row, slot in zip(rows, slots, strict=True):
+                self._expect(index.slot(row) == slot, f"a leased slot is no longer row {row}'s")
+                self.expect_bytes(index.names[row], slot, index.raw_bytes[row], "leased")
+
+    def expect_bytes(self, name: RecordId, slot: Slot, size: int, what: str) -> None:
+        """Check that a slot is in use and holds exactly the bytes of that part."""
+        self._expect(self._arena.holds(slot), f"a {what} slot is not in use")
+        data = self._arena.view(slot.offset, size)
+        self._expect(data == payload(name, size), f"{what} bytes of {name.hex()[:8]} are wrong")
+
+    def expect_match(self, match: Match) -> None:
+        """Check that every part up to the matched length is somewhere, its ancestors too."""
+        index = self._index
+        for chunk in match.prefix.names[: match.chunks]:
+            for name in chunk:
+                row = index.find(name)
+                self._expect(
+                    row != NO_ROW and index.present[row] != 0, "a part that is nowhere was matched"
+                )
+        usable = max(len(match.prefix.tokens) - 1, 0)
+        self._expect(match.tokens <= usable, "a match is longer than the prompt allows")
+
+    def known(self, prefix: Prefix) -> int:
+        """Return how many chunks of a prompt, from the first, are in a tier or being written."""
+        known = self._catalog._room.known
+        for count, chunk in enumerate(prefix.names):
+            if not all(known(self._index.find(name)) for name in chunk):
+                return count
+        return len(prefix.names)
+
+    def expect_known(self, prefix: Prefix, chunks: int) -> None:
+        """Check that a reservation has not evicted its own ancestors."""
+        self._expect(self.known(prefix) >= chunks, "a save evicted its own ancestors")
+
+    # ---- at the end
+
+    def check_rest(self) -> None:
+        """Check that nothing is held once all requests and moves have ended."""
+        self.check()
+        moves = self.cache._moves
+        self._expect(not self._leases(), "a lease is left")
+        self._expect(not self.cache._plans, "a plan is left")
+        self._expect(not moves._saved, "a save is left")
+        self._expect(not moves._saved, "a save is left")
+        self._expect(not moves._fetcher._reading, "a read is left")
+        self._expect(not moves._fetcher._tasks, "a reading task is left")
+        for spiller in moves._spillers.values():
+            self._expect(not spiller._queue and not spiller._queued, "a spill is left")
+            self._expect(not spiller._waiting, "a spill waits for ever")
+            self._expect(spiller._queued_bytes == 0, "the spill queue's bytes are wrong")
+        index = self._index
+        self._expect(index.held_rows == 0, f"{index.held_rows} rows are held for ever")
+        self._expect(not any(index.holds), "a row that is gone is held")
+        for row in index.rows.values():
+            in_dram = index.present[row] & 1 << DRAM
+            self._expect(bool(index.serial[row]) == bool(in_dram), f"the slot of row {row} leaks")
+
+    def check_empty(self) -> None:
+        """Check that nothing at all is left."""
+        self.check_rest()
+        self._expect(not len(self._index), f"{len(self._index)} rows are left in an empty cache")
+        self._expect(self._arena.slots_in_use == 0, "a slot is in use in an empty cache")
+        self._expect(self._index.orphans == 0, "an empty cache has orphans")
+
+    def indexed(self, tier: int) -> list[RecordId]:
+        """Return the names of the parts that the index says a tier has."""
+        index = self._index
+        return [name for name, row in index.rows.items() if index.present[row] >> tier & 1]
+
+    def capacity(self, tier: int) -> int | None:
+        """Return a tier's budget in bytes; None for unbounded."""
+        return self._catalog.capacity(tier)
+
+    def state(self) -> str:
+        """Return what the index and the arena hold, as text for a digest."""
+        index = self._index
+        rows = [
+            (name.hex(), row, index.present[row], index.holds[row], *index.slot(row))
+            for name, row in index.rows.items()
+        ]
+        orders = [list(shelf.policy.victims()) for shelf in self._catalog._shelves]
+        return repr((rows, orders, self._arena.used_bytes))
+
+    @staticmethod
+    def _expect(holds: bool, otherwise: str) -> None:  # noqa: FBT001  (a condition, first)
+        if not holds:
+            raise SimError(otherwise)

@@ -1,0 +1,84 @@
+"""The shape of one simulated run, drawn from its seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, fields
+from typing import Final
+
+from kvtier.testing.faults import Rates
+
+__all__ = ["Scenario", "TierShape"]
+
+_NO_FAULTS: Final = Rates()
+
+
+@dataclass(frozen=True, slots=True)
+class TierShape:
+    """One tier below DRAM. records: its budget, in records of the larger part; None for none.
+
+    bounded: the Store itself answers FULL, otherwise the Tier's count is all there is.
+    """
+
+    records: int | None
+    bounded: bool = True
+    shared: bool = False
+    admission: str = "through"
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """The shape of one run. ``draw`` takes it from a seed, faults and cancellations included."""
+
+    dram_slots: int
+    tiers: tuple[TierShape, ...]
+    components: int
+    shards: int
+    requests: int
+    rates: Rates = _NO_FAULTS
+    cancel_rate: float = 0.0
+    clears: bool = False
+    hangs: bool = False
+
+    @classmethod
+    def draw(cls, seed: int) -> Scenario:
+        """Return the scenario of a seed: small, so that everybody is in everybody's way."""
+        rng = random.Random(f"{seed}/scenario")
+        components, shards = rng.choice(((1, 1), (1, 1), (1, 2), (2, 1)))
+        width = components * shards
+        shapes = tuple(
+            TierShape(
+                rng.choice((None, 4, 8, 16)) if not index else rng.choice((None, 12)),
+                bounded=rng.random() < 0.5,
+                shared=rng.random() < 0.25,
+                admission=rng.choice(("through", "through", "second-touch")),
+            )
+            for index in range(rng.choice((0, 1, 1, 1, 1, 2, 2, 2)))
+        )
+        return cls(
+            dram_slots=rng.randint(3, 7) * width,
+            tiers=shapes,
+            components=components,
+            shards=shards,
+            requests=rng.randint(5, 10),
+            rates=_trouble(rng),
+            cancel_rate=rng.choice((0.0, 0.02, 0.05)),
+            clears=rng.random() < 0.3,
+            hangs=rng.random() < 0.1,
+        )
+
+    @property
+    def faultless(self) -> bool:
+        """Say whether every tier keeps and returns all that it was given, and nothing else."""
+        shared = any(shape.shared for shape in self.tiers)
+        return self.rates == _NO_FAULTS and not shared and not self.clears
+
+
+def _trouble(rng: random.Random) -> Rates:
+    """Return no faults, a few of every kind, or many of one kind, which finds more."""
+    kind = rng.randrange(5)
+    if kind < 2:
+        return _NO_FAULTS
+    if kind == 2:
+        return Rates.all(rng.choice((0.01, 0.03)))
+    return Rates(**{rng.choice(fields(Rates)).name: rng.choice((0.1, 0.3))})

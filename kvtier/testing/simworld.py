@@ -1,0 +1,386 @@
+"""A Cache in a simulated world: engine requests, a device, slow and faulty stores, an oracle.
+
+``run_world(seed)`` draws a small, crowded world from the seed and lives through it. The requests
+call the Cache as an engine's threads do, with an await between every two calls, so that
+everything else may happen there.
+"""
+
+# ruff: noqa: SLF001  (the device writes to the arena, as a worker would through its mapping)
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.cache import Cache, Match
+from kvtier.catalog.lease import Lease, LeaseState
+from kvtier.config import Config, TierConfig
+from kvtier.copyplan import CopyPlan
+from kvtier.identity.geometry import Component, Geometry
+from kvtier.identity.namespace import Namespace
+from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId, checksum, record_id
+from kvtier.identity.record import Part as PartName
+from kvtier.memory.arena import PAGE_BYTES, Slot
+from kvtier.prefix import Namer, Prefix
+from kvtier.storage_backends.memory import MemoryStore
+from kvtier.testing.faults import FaultyStore, Rates
+from kvtier.testing.oracle import Oracle, payload
+from kvtier.testing.simflow import SimFlow
+from kvtier.testing.simloop import Conditions, SimLoop, simulate
+from kvtier.testing.simscenario import Scenario
+from kvtier.testing.simtask import SimError
+from kvtier.tiers.store import Capabilities, Write
+from kvtier.transfer import CopyResult, CopyStatus
+
+__all__ = ["World", "run_world"]
+
+_BLOCK: Final = 4
+_CHUNK: Final = 8
+_GEOMETRY: Final = Geometry(
+    components=(Component(1, 2, 4), Component(1, 2, 8, name="second")),
+    dtype="int8",
+    block_tokens=(_BLOCK,),
+    chunk_tokens=_CHUNK,
+)
+_FOREVER: Final = 10_000.0
+_SETTLED_SECONDS: Final = 8.0  # longer than any lease, and than any read whose waiter is gone
+_HANG_SECONDS: Final = (20.0, 90.0)  # for a Tier, a call of 30 seconds hangs
+_GARBAGE: Final = 0xEE
+
+
+class SharedMemory(MemoryStore):
+    """A MemoryStore that other hosts write to as well."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Shared, and whatever is in it may vanish."""
+        return replace(super().capabilities, shared=True, self_evicting=True)
+
+
+class World:
+    """One cache, its stores, its engine. Everything it draws comes from the loop's seed."""
+
+    def __init__(self, loop: SimLoop, scenario: Scenario) -> None:
+        self.loop = loop
+        self.scenario = scenario
+        rng = loop.rng("world")
+        geometry = replace(_GEOMETRY, components=_GEOMETRY.components[: scenario.components])
+        namespace = Namespace("simulated", geometry)
+        self._namer = Namer(namespace, scenario.shards)
+        self._digest = namespace.digest
+        largest = max(self._namer.nbytes) + HEADER_BYTES
+        self.stores: list[FaultyStore] = []
+        settings = []
+        for number, shape in enumerate(scenario.tiers, 1):
+            capacity = None if shape.records is None else shape.records * largest
+            kind = SharedMemory if shape.shared else MemoryStore
+            inner = kind(f"tier{number}", capacity if shape.bounded else None)
+            store = FaultyStore(inner, loop.rng(f"store{number}"), scenario.rates)
+            self.stores.append(store)
+            settings.append(TierConfig("memory", "", capacity, shape.admission, store=store))
+        config = Config(scenario.dram_slots * PAGE_BYTES, tuple(settings))
+        flow = SimFlow(loop)
+        self.cache = Cache(config, namespace, shards=scenario.shards, clock=loop.time, flow=flow)
+        self.oracle = Oracle(self.cache, loop.time)
+        self.prompts = _prompts(rng)
+        self.saved_chunks = 0
+        self._copies: list[asyncio.Task[None]] = []
+
+    # ---- the run
+
+    async def live(self) -> None:
+        """Serve all requests, then wind down and check that nothing is left."""
+        self.loop.on_step = self._check_now_and_then
+        if any(shape.shared for shape in self.scenario.tiers):
+            self._write_as_another_host()
+        async with asyncio.TaskGroup() as group:
+            for number in range(self.scenario.requests):
+                name = f"request-{number}"
+                group.create_task(self._request(self.loop.rng(name)), name=name)
+        await self._wind_down()
+
+    def _check_now_and_then(self) -> None:
+        if self.loop.steps % 16 == 0:
+            self.oracle.check()
+
+    def after(self, what: str) -> None:
+        """Check everything after a call, and enter the state into the digest."""
+        self.oracle.check()
+        self.loop.note(what, self.oracle.state())
+
+    async def _wind_down(self) -> None:
+        for copy in self._copies:
+            await copy
+        for store in self.stores:
+            store.rates = Rates()
+        if not self.cache.flush(timeout=_FOREVER):
+            raise SimError("flush did not end")
+        hung = _HANG_SECONDS[1] if self.scenario.hangs else 0.0
+        await asyncio.sleep(_SETTLED_SECONDS + 2 * hung)
+        self.oracle.check_rest()
+        self._check_figures()
+        self._check_stores()
+        self.after("rest")
+        for number, tokens in enumerate(self.prompts):
+            await self._read_back(number, tokens)
+        self._empty()
+        self.cache.close()
+
+    async def _read_back(self, number: int, tokens: NDArray[np.int32]) -> None:
+        """With all faults gone, what is matched arrives, or turns out to be lost below."""
+        match = self.cache.match(tokens)
+        self.oracle.expect_match(match)
+        lease = await self.cache.fetch(match, timeout=_FOREVER, deadline=_FOREVER)
+        chunks = min(match.chunks, self.scenario.dram_slots // len(self._namer.names))
+        if self.scenario.faultless and (lease.chunks if lease else 0) < chunks:
+            raise SimError(f"{match.chunks} chunks were matched, and not all of them came")
+        if lease is not None:
+            self.oracle.expect_leased(lease)
+            lease.release()
+        self.cache.flush(timeout=_FOREVER)
+        await asyncio.sleep(1.0)
+        self.oracle.check_rest()
+        self.loop.note("read", f"{number} {match.tokens} {lease.chunks if lease else 0}")
+
+    def _empty(self) -> None:
+        """Clear every tier until nothing is left; what is only below leaves after what is above."""
+        names = list(self.cache._numbers)
+        for _ in range(len(self.prompts) * 8):
+            for name in names:
+                self.cache.clear(name, timeout=_FOREVER)
+            if not len(self.oracle._index):
+                break
+        self.oracle.check_empty()
+
+    def _check_figures(self) -> None:
+        figures = self.cache.figures()
+        bad = [name for name, value in figures.items() if value < 0]
+        if bad:
+            raise SimError(f"negative figures: {', '.join(bad)}")
+        metrics = self.cache.metrics
+        ended = sum(metrics.get("dropped_saves", reason=why) for why in ("copy", "orphan"))
+        ended += metrics.get("saved_chunks")
+        if ended != self.saved_chunks:
+            raise SimError(f"{self.saved_chunks} chunks were to be saved, {ended:.0f} were")
+        self.loop.note("figures", repr(sorted(figures.items())))
+
+    def _check_stores(self) -> None:
+        """Without faults, the index says exactly what the Stores have, and they are in budget."""
+        for number, store in enumerate(self.stores, 1):
+            capacity = self.oracle.capacity(number)
+            kept = {header.id: store.footprint(header.stored_bytes) for header in store.scan()}
+            self.loop.note("store", repr((number, sorted(kept), store.counts)))
+            if self.scenario.faultless:
+                if sorted(kept) != sorted(self.oracle.indexed(number)):
+                    raise SimError(f"store {number} has other records than the index says")
+                if capacity is not None and sum(kept.values()) > capacity:
+                    raise SimError(f"store {number} is over its budget")
+                if store.counts["again"]:
+                    raise SimError(f"{store.counts['again']} records were written twice")
+
+    # ---- a request
+
+    async def _request(self, rng: random.Random) -> None:
+        for _ in range(rng.randint(2, 4)):
+            await asyncio.sleep(rng.uniform(0, 0.08))
+            tokens = rng.choice(self.prompts)
+            prefix = self.cache.prefix(tokens[: rng.randint(len(tokens) // 2, len(tokens))])
+            await self._pause(rng)
+            match = self.cache.match(prefix)
+            self.oracle.expect_match(match)
+            self.after("match")
+            await self._pause(rng)
+            first = rng.randrange(match.chunks + 1) if rng.random() < 0.3 else 0
+            lease = await self._acquire(rng, match, first)
+            if lease is not None:
+                await self._load(rng, match, lease)
+            await self._save(rng, prefix)
+            if self.scenario.clears and rng.random() < 0.3:
+                self.cache.clear(rng.choice(list(self.cache._numbers)), timeout=_FOREVER)
+                self.after("clear")
+
+    async def _acquire(self, rng: random.Random, match: Match, first: int) -> Lease | None:
+        hold = rng.choice((0.001, 0.02, 5.0))
+        if rng.random() < 0.5 and all(tier == "dram" for tier in match.tiers[first:]):
+            lease = self.cache.lease(match, deadline=hold, first=first)
+            self.after("lease")
+            return lease
+        within = rng.choice((0.0, 0.002, 0.05, 2.0))
+        transfer = self.cache.fetch(match, timeout=within, deadline=hold, first=first)
+        self.after("fetch")
+        if rng.random() < 0.1:
+            transfer.abandon()
+            return None
+        asked = self.loop.time()
+        try:
+            lease = await transfer
+        except asyncio.CancelledError:
+            transfer.abandon()
+            raise
+        self._expect_in_time(asked + within)
+        if lease is not None and lease.state is LeaseState.HELD and lease.deadline > self._now():
+            self.oracle.expect_leased(lease)
+        return lease
+
+    def _expect_in_time(self, deadline: float) -> None:
+        late = self._now() - deadline
+        if late > 2 * self.loop.conditions.stall_seconds:
+            raise SimError(f"a fetch ended {late:.3f} s after its timeout")
+
+    async def _load(self, rng: random.Random, match: Match, lease: Lease) -> None:
+        with lease:
+            await self._pause(rng)
+            if rng.random() < 0.2:
+                return
+            skip = rng.randrange(lease.chunks * _CHUNK // _BLOCK)
+            start = lease.first * _CHUNK + skip * _BLOCK
+            stop = (lease.first + lease.chunks) * _CHUNK
+            blocks = range(start // _BLOCK, stop // _BLOCK)
+            plan = self.cache.plan_load(lease, blocks, start=start)
+            self.after("plan_load")
+            if plan is None:
+                if self._now() < lease.deadline:
+                    raise SimError("a plan was refused before the lease's deadline")
+                return
+            copy = self._start_copy(self._copy_out(rng, plan, match.prefix))
+            await self._pause(rng)
+        await asyncio.shield(copy)
+        tiers = dict.fromkeys(lease.sources, _CHUNK)
+        self.cache.loaded(match, tiers, lease.first)
+        self.after("loaded")
+
+    async def _save(self, rng: random.Random, prefix: Prefix) -> None:
+        chunks = len(prefix.names)
+        saved = 0
+        for upto in sorted({rng.randint(0, chunks), chunks}):
+            await self._pause(rng)
+            computed = prefix.head(prefix.tokens, upto)
+            blocks = range(upto * _CHUNK // _BLOCK)
+            known = self.oracle.known(prefix)
+            plan = self.cache.plan_save(computed, blocks, first=saved)
+            if known >= saved:  # otherwise the chain was broken before
+                self.oracle.expect_known(prefix, known)
+            saved = upto
+            self.after("plan_save")
+            if plan is None:
+                continue
+            self.saved_chunks += len(plan.parts) // len(self._namer.names)
+            good = rng.random() > 0.1
+            copy = self._start_copy(self._copy_in(rng, plan, prefix, good=good))
+            if rng.random() < 0.5:
+                await asyncio.shield(copy)
+
+    async def _pause(self, rng: random.Random) -> None:
+        await asyncio.sleep(rng.choice((0.0, 0.0, rng.uniform(0, 0.003))))
+
+    def _now(self) -> float:
+        return self.loop.time()
+
+    # ---- the device: a copy, once planned, ends by itself, whatever becomes of its request
+
+    def _start_copy(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self.loop.create_task(work, name=f"copy-{len(self._copies)}")
+        self._copies.append(task)
+        return task
+
+    async def _copy_in(
+        self, rng: random.Random, plan: CopyPlan, prefix: Prefix, *, good: bool
+    ) -> None:
+        """Fill slots from the engine's blocks, in two pieces, and settle."""
+        parts = self._parts(plan, prefix)
+        for half in (0, 1):
+            await self._pause(rng)
+            for name, slot, size in parts:
+                middle = size // 2
+                low, high = (0, middle) if not half else (middle, size)
+                data = payload(name, size)[low:high] if good else bytes([_GARBAGE]) * (high - low)
+                place = self.cache._arena.memory[slot.offset + low : slot.offset + high]
+                np.copyto(place, np.frombuffer(data, np.uint8))
+        await self._pause(rng)
+        if good:
+            for name, slot, size in parts:
+                self.oracle.expect_bytes(name, slot, size, "saved")
+        self.cache.settle(plan, CopyResult(CopyStatus.OK if good else CopyStatus.FAILED))
+        self.after("settle save")
+
+    async def _copy_out(self, rng: random.Random, plan: CopyPlan, prefix: Prefix) -> None:
+        """Read slots into the engine's blocks, late, and settle."""
+        for _ in range(2):
+            await asyncio.sleep(rng.choice((0.0, 0.001, 0.03)))
+            for name, slot, size in self._parts(plan, prefix):
+                self.oracle.expect_bytes(name, slot, size, "loaded")
+        self.cache.settle(plan, CopyResult(CopyStatus.OK))
+        self.after("settle load")
+
+    def _parts(self, plan: CopyPlan, prefix: Prefix) -> list[tuple[RecordId, Slot, int]]:
+        """Return name, slot and bytes of each part; block ids are places in the prompt."""
+        found = []
+        sizes = dict(zip(self._namer.names, self._namer.nbytes, strict=True))
+        for part in plan.parts:
+            which = PartName(part.component, part.shard, part.shards)
+            key = prefix.keys[part.blocks[0] * _BLOCK // _CHUNK]
+            slot = Slot(part.offset, part.nbytes, part.serial)
+            found.append((record_id(key, which), slot, sizes[which]))
+        return found
+
+    # ---- another host
+
+    def _write_as_another_host(self) -> None:
+        """Put the beginnings of some prompts into the shared tiers."""
+        rng = self.loop.rng("another host")
+        for shape, store in zip(self.scenario.tiers, self.stores, strict=True):
+            if shape.shared:
+                for tokens in self.prompts:
+                    prefix = self.cache.prefix(tokens)
+                    count = rng.randrange(len(prefix.names) + 1)
+                    parts = [part for chunk in prefix.parts(0, count) for part in chunk]
+                    store.inner.write_many([self._record(*part) for part in parts])
+
+    def _record(self, name: RecordId, parent: RecordId | None, depth: int, nbytes: int) -> Write:
+        data = payload(name, nbytes)
+        total = checksum(data)
+        width = KEY_BYTES
+        part = next(one for one in self._namer.names if record_id(name[:width], one) == name)
+        above = parent[:width] if parent is not None else bytes(width)
+        header = Header(
+            self._digest, name[:width], above, depth, part, nbytes, nbytes, total, total
+        )
+        return Write(header, memoryview(bytearray(data)))
+
+
+def _prompts(rng: random.Random) -> list[NDArray[np.int32]]:
+    """Return prompts that share prefixes: a few stems, each with a few branches."""
+    prompts = []
+    for _ in range(2):
+        stem = [rng.randrange(1000) for _ in range(rng.randint(1, 3) * _CHUNK)]
+        for _ in range(2):
+            tail = [rng.randrange(1000) for _ in range(rng.randint(1, 3) * _CHUNK)]
+            rest = [0] * rng.randrange(1, _CHUNK)
+            prompts.append(np.array(stem + tail + rest, np.int32))
+    return prompts
+
+
+def run_world(seed: int, scenario: Scenario | None = None, *, keep_trace: bool = False) -> SimLoop:
+    """Live through the world of a seed. Raises whatever goes wrong, naming the seed."""
+    drawn = scenario or Scenario.draw(seed)
+    worlds: list[World] = []
+
+    async def main(loop: SimLoop) -> None:
+        world = World(loop, drawn)
+        worlds.append(world)
+        await world.live()
+
+    conditions = Conditions(cancel_rate=drawn.cancel_rate)
+    if drawn.hangs:
+        conditions = replace(conditions, slow_seconds=_HANG_SECONDS)
+    try:
+        return simulate(main, seed, conditions, keep_trace=keep_trace)
+    finally:
+        for world in worlds:
+            world.cache._arena.close()
