@@ -1,7 +1,5 @@
 """What must hold of a Cache at every moment, checked from outside by recounting everything."""
 
-# ruff: noqa: SLF001  (it looks inside on purpose)
-
 from __future__ import annotations
 
 import hashlib

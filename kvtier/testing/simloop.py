@@ -5,8 +5,6 @@ from the seed, so that a race is found by trying seeds and repeated by naming on
 waits for real: an hour of a cache's life takes as long as its callbacks take to run.
 """
 
-# ruff: noqa: SLF001  (a loop is written against the innards of asyncio's)
-
 from __future__ import annotations
 
 import asyncio

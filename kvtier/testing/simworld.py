@@ -5,8 +5,6 @@ call the Cache as an engine's threads do, with an await between every two calls,
 everything else may happen there.
 """
 
-# ruff: noqa: SLF001  (the device writes to the arena, as a worker would through its mapping)
-
 from __future__ import annotations
 
 import asyncio
