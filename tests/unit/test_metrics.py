@@ -1,4 +1,4 @@
-"""Metrics: the table keeps the conventions, the text can be scraped, wrong names are misuse."""
+"""Metrics keep the conventions and can be scraped; reports are bounded in rate and memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from kvtier import metrics as module
 from kvtier.errors import MisuseError
+from kvtier.events import Reporter
 from kvtier.metrics import TABLE, Metric, Metrics
 
 UNITS = {"bytes", "calls", "chunks", "leases", "parts", "records", "seconds", "slots", "tokens"}
@@ -124,3 +125,33 @@ def test_no_count_is_lost_between_threads():
     for thread in threads:
         thread.join()
     assert metrics.get("hit_tokens", tier="dram") == 16_000
+
+
+# ---------------------------------------------------------------------------------------- reports
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_cause_is_told_once_in_ten_seconds_and_then_how_often(caplog):
+    clock = Clock()
+    report = Reporter(clock)
+    for _ in range(50):
+        report.warn("s3", "down")
+    report.warn("s3", "slow")
+    report.warn("lmdb", "down")
+    assert caplog.messages == ["s3: down", "s3: slow", "lmdb: down"]
+    clock.now += 10
+    report.warn("s3", "down")
+    assert caplog.messages[-1] == "s3: down (49 more like it)"
+
+
+def test_causes_without_end_take_no_memory_without_end():
+    report = Reporter(Clock())
+    for number in range(5000):
+        report.warn("s3", f"request {number}")
+    assert len(report._last) <= 258
