@@ -91,7 +91,6 @@ class Arm:
             self._device.close()
 
     def _load(self, request: LoadModel) -> ModelLoaded:
-        torch.use_deterministic_algorithms(mode=True)
         self._loaded = load_model(request.model, request.chunk_tokens)
         namespace = self._loaded.namespace
         return ModelLoaded(
@@ -186,6 +185,7 @@ def main() -> None:
     """Answer until stdin ends."""
     _end_with(int(sys.argv[1]))
     torch.set_num_threads(int(sys.argv[2]))
+    torch.use_deterministic_algorithms(mode=True)
     arm = Arm()
     with _own_stdout() as out:
         try:
@@ -194,6 +194,9 @@ def main() -> None:
                 out.flush()
         finally:
             arm.close()
+    # All is closed. Without this, torch takes a second to come down.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _answer(arm: Arm, line: bytes) -> bytes:

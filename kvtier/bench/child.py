@@ -94,16 +94,22 @@ class Child:
         self.send(request)
         return self.receive(kind)
 
+    def hang_up(self) -> None:
+        """Tell the process to end, without waiting for it."""
+        if self._process is not None and self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+
     def close(self, *, now: bool = False) -> None:
         """End the process: in order, bounded, or at once. Idempotent. Blocks."""
+        self.hang_up()
         process, self._process = self._process, None
         if process is None:
             return
         if now:
             process.kill()
-        for pipe in (process.stdin, process.stdout):
-            if pipe is not None:
-                pipe.close()
+        if process.stdout is not None:
+            process.stdout.close()
         try:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_CLOSE_SECONDS)

@@ -46,7 +46,7 @@ class Place:
             # It may stand in a checkout: nobody's `git status` should list it.
             (self.directory / ".gitignore").write_text("*\n", encoding="utf-8")
             if "lmdb" in self._settings.arms or "s3" in self._settings.arms:
-                _try(self.tiers(("lmdb",), "probe")[0])
+                _try(self.tiers(("lmdb",), "probe", 0)[0])
             if "s3" in self._settings.arms:
                 self._reach(stack)
             self._stack = stack.pop_all()
@@ -73,10 +73,10 @@ class Place:
         """Whether the bucket goes with this place."""
         return self._server is not None
 
-    def tiers(self, names: Sequence[str], lmdb: str) -> list[str]:
-        """Return the URLs of tiers. lmdb: the name of the directory."""
+    def tiers(self, names: Sequence[str], lmdb: str, dram: int) -> list[str]:
+        """Return the URLs of tiers. lmdb: the name of the directory; dram: bytes."""
         urls = {
-            "dram": f"dram:{self._settings.dram}B",
+            "dram": f"dram:{dram}B",
             "lmdb": f"lmdb:{self.directory / lmdb}?capacity={self._settings.disk}B",
             "s3": self._url,
         }

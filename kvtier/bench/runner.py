@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Final, NamedTuple
+from types import TracebackType
+from typing import Final, NamedTuple, Self
 
 from kvtier.bench.child import Child
 from kvtier.bench.messages import (
@@ -38,6 +39,7 @@ Tell = Callable[[str, int, int], None]
 """Called with what is being done, and how many steps of how many are behind."""
 
 _PLAIN_RUNS: Final = 5
+_LEAST_DRAM: Final = 64 << 20
 _IN_FLIGHT: Final = 2  # at most half of the dram tier waits to be written down
 _USABLE: Final = 0.8  # of the lmdb tier's capacity: its index and whole segments take some
 
@@ -74,7 +76,10 @@ class Outcome(NamedTuple):
 
 
 class Bench:
-    """The processes of one run, and the steps that all workloads are made of."""
+    """The processes of one run, and the steps that all workloads are made of.
+
+    A context manager: all processes end with it, at once if there was an error.
+    """
 
     def __init__(self, settings: Settings, place: Place, tell: Tell) -> None:
         self.settings = settings
@@ -83,18 +88,33 @@ class Bench:
         self._tell = tell
         self._children: dict[str, Child] = {}
         self._load = LoadModel(settings.model, settings.chunk_tokens)
+        self._stack = contextlib.ExitStack()
         self._steps = (0, 1)
+        self._dram = _LEAST_DRAM
 
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Start a process for each arm, their models on the way; end them afterwards."""
-        with contextlib.ExitStack() as stack:
-            for arm in self.settings.arms:
-                self._children[arm] = stack.enter_context(self._child(arm))
-                self._children[arm].send(self._load)
-            yield
-            if self.settings.s3 is not None and "s3" in self._children:
-                self._children["s3"].ask(Empty(["s3"]), Done)  # the bucket is not ours to fill
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for child in self._children.values():
+            child.hang_up()  # they end side by side
+        self._stack.__exit__(kind, error, trace)
+
+    def start(self) -> None:
+        """Start a process for each arm, their models on the way."""
+        for arm in self.settings.arms:
+            self._children[arm] = self._stack.enter_context(self._child(arm))
+            self._children[arm].send(self._load)
+
+    def clean(self) -> None:
+        """Empty a bucket that was there before."""
+        if self.settings.s3 is not None and "s3" in self._children:
+            self._children["s3"].ask(Empty(["s3"]), Done)
 
     def steps(self, count: int) -> None:
         """Say how many steps the next phase has."""
@@ -121,7 +141,7 @@ class Bench:
 
     def tiers(self, names: Sequence[str], lmdb: str) -> list[str]:
         """Return the URLs of tiers; lmdb: the name of the directory."""
-        return self._place.tiers(names, lmdb=lmdb)
+        return self._place.tiers(names, lmdb, self._dram)
 
     def open(self, tokens: int, filled: str = "") -> None:
         """Open engine and cache of every arm. filled: the directory that the lmdb arm finds."""
@@ -162,28 +182,32 @@ class Bench:
 
     def check_room(self, loaded: ModelLoaded, *, at_once: int, in_all: int) -> None:
         """Check that the tiers take the KV of so many tokens. Raises ConfigError."""
-        settings = self.settings
-        wanted = {"--dram": (at_once * _IN_FLIGHT, settings.dram, {"dram", "lmdb", "s3"})}
-        wanted["--disk"] = (int(in_all / _USABLE), settings.disk, {"lmdb", "s3"})
-        for option, (tokens, capacity, arms) in wanted.items():
-            need = tokens * loaded.bytes_per_token
-            if arms & set(settings.arms) and need > capacity:
-                raise ConfigError(
-                    f"{option} {format_bytes(capacity)} is too little for this workload; give "
-                    f"at least {format_bytes(need)}, or ask for fewer or shorter prompts"
-                )
+        need = at_once * loaded.bytes_per_token * _IN_FLIGHT
+        self._dram = self.settings.dram or max(2 * need, _LEAST_DRAM)
+        if {"dram", "lmdb", "s3"} & set(self.settings.arms):
+            _check_capacity("--dram", self._dram, need)
+        if {"lmdb", "s3"} & set(self.settings.arms):
+            need = int(in_all * loaded.bytes_per_token / _USABLE)
+            _check_capacity("--disk", self.settings.disk, need)
 
     def _child(self, name: str) -> Child:
         log = None if self.settings.verbose else self._place.directory / f"{name}.log"
         return Child(name, threads=self.settings.threads, log=log, env=self._place.env)
 
 
+def _check_capacity(option: str, given: int, need: int) -> None:
+    if need > given:
+        raise ConfigError(
+            f"{option} {format_bytes(given)} is too little for this workload; give at least "
+            f"{format_bytes(need)}, or ask for fewer or shorter prompts"
+        )
+
+
 def shared_prefix(settings: Settings, shape: SharedPrefix, place: Place, tell: Tell) -> Outcome:
     """Fill the slower tiers from one process, then serve each prefix again from others."""
-    bench = Bench(settings, place, tell)
     tokens = shape.prefix_len + shape.suffix_len + shape.output_len
     plain: list[tuple[float, float]] = []
-    with bench.running():
+    with Bench(settings, place, tell) as bench:
         loaded, groups = _fill(bench, shape, tokens)
         bench.open(tokens, filled="filled")
         bench.steps(len(groups) * len(settings.arms))
@@ -194,6 +218,7 @@ def shared_prefix(settings: Settings, shape: SharedPrefix, place: Place, tell: T
                 if arm == "recompute" and 0 < turn <= _PLAIN_RUNS:
                     engine = bench.samples[arm][-1].served.ttft_s
                     plain.append((bench.plain(group.prefix + group.timed[-1]), engine))
+        bench.clean()
     return Outcome(loaded, bench.samples, plain)
 
 
@@ -205,6 +230,7 @@ def _fill(bench: Bench, shape: SharedPrefix, tokens: int) -> tuple[ModelLoaded, 
         names = [tier for tier in ("lmdb", "s3") if tier in settings.arms]
         total = shape.prefix_len * len(built.groups)
         bench.check_room(loaded, at_once=tokens, in_all=total)
+        bench.start()
         tiers = bench.tiers(["dram", *names], "filled")
         child.ask(Open(tokens, prefix_cache=True, tiers=tiers), Done)
         bench.steps(len(built.groups))
@@ -236,13 +262,13 @@ def multi_turn(settings: Settings, shape: MultiTurn, place: Place, tell: Tell) -
     The samples of an arm come turn by turn; those of the first turn, which nothing can have
     cached, come first.
     """
-    bench = Bench(settings, place, tell)
     tokens = shape.prefix_len + shape.turns * (shape.suffix_len + shape.output_len)
-    with bench.running():
+    with Bench(settings, place, tell) as bench:
         build = Build(shape, settings.seed, settings.chunk_tokens)
         with bench.prompts(build, tokens) as (_, loaded, built):
             talks = built.conversations
             bench.check_room(loaded, at_once=tokens * len(talks), in_all=tokens * len(talks))
+        bench.start()
         bench.open(tokens * len(talks))  # HBM must hold all conversations: they take turns
         bench.steps(shape.turns * len(talks) * len(settings.arms))
         history = {arm: [talk.opening for talk in talks] for arm in settings.arms}
@@ -257,6 +283,7 @@ def multi_turn(settings: Settings, shape: MultiTurn, place: Place, tell: Tell) -
                     known[arm][number] = len(prompt) + len(served.tokens) - 1
                     follow_up = talk.follow_ups[turn] if turn + 1 < shape.turns else []
                     history[arm][number] = prompt + served.tokens + follow_up
+        bench.clean()
     return Outcome(loaded, bench.samples)
 
 
@@ -274,12 +301,12 @@ def _serve_turn(
 
 def no_reuse(settings: Settings, shape: NoReuse, place: Place, tell: Tell) -> Outcome:
     """Serve prompts that share nothing: what a cache costs where it brings nothing."""
-    bench = Bench(settings, place, tell)
     tokens = shape.input_len + shape.output_len
-    with bench.running():
+    with Bench(settings, place, tell) as bench:
         build = Build(shape, settings.seed, settings.chunk_tokens)
         with bench.prompts(build, tokens) as (_, loaded, built):
             bench.check_room(loaded, at_once=tokens, in_all=tokens * len(built.prompts))
+        bench.start()
         bench.open(tokens)
         bench.steps(len(built.prompts) * len(settings.arms))
         for turn, prompt in enumerate(built.prompts):
@@ -289,4 +316,5 @@ def no_reuse(settings: Settings, shape: NoReuse, place: Place, tell: Tell) -> Ou
                     bench.timed(arm, prompt, shape.output_len, 0)
                 else:
                     bench.serve(arm, prompt, shape.output_len)
+        bench.clean()
     return Outcome(loaded, bench.samples)

@@ -23,9 +23,10 @@ _MODELS: Final = (SMOLLM2, RANDOM)
 class Settings:
     """What all workloads have in common.
 
-    dram, disk: capacities of the dram and the lmdb tier, bytes. directory: where the lmdb tier
-    makes a directory of its own; None: on the file system at hand. s3: URL of an existing
-    bucket; None: a server of its own. s3_delay: seconds of round-trip time added to that server.
+    dram, disk: capacities of the dram and the lmdb tier, bytes; dram None: what it takes.
+    directory: where the lmdb tier makes a directory of its own; None: on the file system at
+    hand. s3: URL of an existing bucket; None: a server of its own. s3_delay: seconds of
+    round-trip time added to that server.
     """
 
     arms: tuple[str, ...]
@@ -33,7 +34,7 @@ class Settings:
     threads: int
     seed: int
     chunk_tokens: int
-    dram: int
+    dram: int | None
     disk: int
     directory: Path | None
     s3: str | None

@@ -23,7 +23,7 @@ __all__ = ["bench", "multi_turn", "no_reuse", "shared_prefix"]
 
 _HERE: Final = "kvtier.cli.bench"
 _COUNT: Final = click.IntRange(min=1)
-_DEMO_PREFIXES: Final = 5
+_DEMO_PREFIXES: Final = 4
 
 
 @click.group(
@@ -64,7 +64,7 @@ def _common(arms: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
         click.option(
             "--chunk-tokens", type=_COUNT, default=256, show_default=True, help="Of the cache."
         ),
-        click.option("--dram", default="1GiB", show_default=True, help="Capacity of dram."),
+        click.option("--dram", metavar="SIZE", help="Capacity of dram; by default, what it takes."),
         click.option("--disk", default="8GiB", show_default=True, help="Capacity of lmdb."),
         click.option(
             "--dir",
@@ -84,10 +84,11 @@ def _common(arms: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
     def add(command: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(command)
         def gathered(**given: Any) -> int:
+            dram = given.pop("dram")
             settings = Settings(
                 arms=check_arms([name for name in given.pop("arms").split(",") if name]),
                 model=check_model(given.pop("model")),
-                dram=parse_bytes(given.pop("dram")),
+                dram=None if dram is None else parse_bytes(dram),
                 disk=parse_bytes(given.pop("disk")),
                 s3_delay=parse_seconds(given.pop("s3_delay")),
                 **{

@@ -1,0 +1,224 @@
+"""The benchmark from end to end: real processes, a real S3 server, a small random model."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.testing import seaweed
+
+SMALL = ("--model", "random", "--prefix-len", "512", "--suffix-len", "128", "--output-len", "6")
+HEADER = 256
+
+
+@pytest.fixture
+def weed():
+    """Say so where the S3 server is not installed."""
+    try:
+        return seaweed._binary()
+    except ConfigError as absent:
+        pytest.skip(str(absent))
+
+
+def kvtier(*args, env=None, cwd=None):
+    command = [sys.executable, "-m", "kvtier", *args]
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, env=env, cwd=cwd, timeout=55
+    )
+
+
+def refused(*args, env=None):
+    ran = kvtier("bench", *args, env=env)
+    assert (ran.returncode, ran.stdout) == (2, ""), ran.stderr
+    assert ran.stderr.startswith("error: ")
+    assert ran.stderr.count("\n") == 1
+    return ran.stderr
+
+
+def reported(*args, env=None, cwd=None):
+    ran = kvtier("bench", *args, "--json", "-", env=env, cwd=cwd)
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout)
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_all_arms_answer_alike_from_the_tiers_they_name(tmp_path, weed):
+    args = ("shared-prefix", *SMALL, "--num-prefixes", "2", "--dir", str(tmp_path))
+    report = reported(*args, "--output-details")
+    arms = {arm["name"]: arm for arm in report["arms"]}
+    assert list(arms) == ["recompute", "hbm", "dram", "lmdb", "s3"]
+    assert report["problems"] == []
+    assert len({arm["tokens_sha256"] for arm in arms.values()}) == 1
+    for name, arm in arms.items():
+        hits = {} if name == "recompute" else {name: 1024}
+        assert arm["hit_tokens"] == hits
+        total = arm["recomputed_tokens"] + sum(hits.values())
+        assert total == arms["recompute"]["recomputed_tokens"]
+        assert arm["ttft_ms"]["p50"] > 0
+        assert arm["tpot_ms"]["p50"] > 0
+        assert [len(one["tokens"]) for one in arm["details"]] == [6, 6]
+    assert report["prefill_over_plain_torch"] > 0
+    assert report["prefill_over_plain_torch_spread"]["pairs"] == 2
+    claimed = 1024 * 256  # tokens times KV bytes a token
+    # Each record has a header, a page of its own on disk and 256 bytes in S3, where one more is
+    # read to find out whether the record is there.
+    assert arms["lmdb"]["claimed_bytes"] == {"lmdb": claimed}
+    assert claimed <= arms["lmdb"]["disk_read_bytes"] <= claimed + 4 * 4096
+    assert arms["s3"]["claimed_bytes"] == {"s3": claimed}
+    assert claimed <= arms["s3"]["s3_sent_bytes"] <= claimed + 4 * 2 * HEADER
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_conversations_find_their_history(tmp_path):
+    args = ("multi-turn", *SMALL, "--num-conversations", "1", "--turns", "3")
+    report = reported(*args, "--arms", "recompute,lmdb", "--dir", str(tmp_path))
+    assert report["problems"] == []
+    recompute, lmdb = report["arms"]
+    assert recompute["tokens_sha256"] == lmdb["tokens_sha256"]
+    assert set(lmdb["hit_tokens"]) == {"lmdb"}
+    assert lmdb["hit_tokens"]["lmdb"] >= 2 * 512
+
+
+@pytest.mark.slow
+def test_prompts_that_share_nothing_hit_nothing(tmp_path):
+    args = ("no-reuse", "--model", "random", "--num-prompts", "2", "--input-len", "600")
+    args = (*args, "--output-len", "4", "--arms", "recompute,lmdb")
+    report = reported(*args, "--dir", str(tmp_path))
+    assert report["problems"] == []
+    recompute, lmdb = report["arms"]
+    assert [recompute["hit_tokens"], lmdb["hit_tokens"]] == [{}, {}]
+    assert lmdb["throughput_over_recompute"]["pairs"] == 2
+
+
+@pytest.mark.slow
+def test_a_run_is_shown_as_a_table_and_written_as_json(tmp_path):
+    file = tmp_path / "report.json"
+    args = ("shared-prefix", *SMALL, "--num-prefixes", "1", "--arms", "hbm")
+    ran = kvtier("bench", *args, "--json", str(file))
+    assert ran.returncode == 0, ran.stderr
+    assert "TTFT p50" in ran.stdout
+    assert "speed of a GPU" in ran.stdout
+    assert json.loads(file.read_text())["workload"] == "shared-prefix"
+
+
+# -------------------------------------------------------------------------------- at the door
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--prefix-len", "4096"), "exceed the 2048 of the model's context"),
+        (("--dram", "1KiB"), "--dram 1 KiB is too little"),
+        (("--prefix-len", "100"), "below one chunk of 256 tokens"),
+        (("--suffix-len", "20"), "suffix-len 20 is too short"),
+        (("--chunk-tokens", "100"), "the nearest that fits is 96"),
+    ],
+)
+def test_what_the_model_cannot_serve_is_refused(args, said):
+    given = dict(zip(SMALL[::2], SMALL[1::2], strict=True)) | {args[0]: args[1]}
+    flat = [text for pair in given.items() for text in pair]
+    assert said in refused("shared-prefix", *flat, "--arms", "dram")
+
+
+def test_a_truncated_model_file_is_refused(tmp_path, weights):
+    short = tmp_path / "short.gguf"
+    with weights.open("rb") as file:
+        short.write_bytes(file.read(5_000_000))
+    said = refused("shared-prefix", "--model", str(short), "--arms", "hbm")
+    assert "not a whole GGUF file" in said
+
+
+@pytest.mark.server
+def test_a_bucket_that_is_missing_is_refused(s3_server, s3_credentials, s3_bucket):
+    url = f"s3://no-such-bucket?endpoint={s3_server.endpoint}"
+    assert "create the bucket" in refused("shared-prefix", *SMALL, "--arms", "s3", "--s3", url)
+
+
+@pytest.mark.server
+def test_wrong_credentials_are_refused(s3_server, s3_credentials, s3_bucket):
+    url = f"s3://{s3_bucket}?endpoint={s3_server.endpoint}"
+    env = os.environ | {"AWS_SECRET_ACCESS_KEY": "wrong"}
+    said = refused("shared-prefix", *SMALL, "--arms", "s3", "--s3", url, env=env)
+    assert "the secret key does not belong to the access key" in said
+
+
+@pytest.mark.slow
+@pytest.mark.server
+def test_an_existing_bucket_is_left_as_it_was(s3_server, s3_credentials, s3_bucket, tmp_path):
+    url = f"s3://{s3_bucket}/there?endpoint={s3_server.endpoint}"
+    args = ("shared-prefix", *SMALL, "--num-prefixes", "1", "--dir", str(tmp_path))
+    [s3] = reported(*args, "--arms", "s3", "--s3", url)["arms"]
+    assert s3["hit_tokens"] == {"s3": 512}
+    assert "s3_sent_bytes" not in s3
+    listing = s3_server.client().list_objects_v2(Bucket=s3_bucket, Prefix="there")
+    assert listing["KeyCount"] == 0
+
+
+@pytest.mark.server
+def test_the_doctor_tries_a_bucket(s3_server, s3_credentials, s3_bucket, tmp_path):
+    url = f"s3://{s3_bucket}/doctor?endpoint={s3_server.endpoint}"
+    ran = kvtier("doctor", "--json", "--s3", url, "--dir", str(tmp_path))
+    assert ran.returncode == 0, ran.stderr
+    [found] = [one for one in json.loads(ran.stdout) if one["name"] == "s3"]
+    assert found["state"] == "ok"
+    listing = s3_server.client().list_objects_v2(Bucket=s3_bucket, Prefix="doctor")
+    assert listing["KeyCount"] == 0
+
+
+# ------------------------------------------------------------------------------- its processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, status):
+    args = ("shared-prefix", *SMALL, "--num-prefixes", "500", "--arms", "hbm")
+    command = [sys.executable, "-m", "kvtier", "bench", *args, "--dir", str(tmp_path)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as bench:
+        children = waited_for(lambda: children_of(bench.pid))
+        bench.send_signal(number)
+        _, said = bench.communicate(timeout=30)
+    assert bench.returncode == status
+    assert b"Traceback" not in said
+    assert not any(map(alive, children))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_arms_die_with_a_benchmark_that_was_killed(tmp_path):
+    args = ("shared-prefix", *SMALL, "--num-prefixes", "500", "--arms", "hbm")
+    command = [sys.executable, "-m", "kvtier", "bench", *args, "--dir", str(tmp_path)]
+    with subprocess.Popen(command) as bench:
+        children = waited_for(lambda: children_of(bench.pid))
+        bench.kill()
+    waited_for(lambda: not any(map(alive, children)))
+
+
+def waited_for(look):
+    """Return what `look` finds, once it finds something."""
+    give_up = time.monotonic() + 30
+    while not (found := look()):
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+    return found
+
+
+def children_of(pid):
+    listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [int(child) for child in listed]
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
