@@ -267,10 +267,13 @@ class Cache:
 
     # ---- the worker's side
 
-    def bind(self, tensors: Any, device: Device) -> Pages:
-        """Bind one rank's KV tensors, one for each component, to this cache's arena."""
+    def bind(self, tensors: Any, device: Device, *, shard: int = 0) -> Pages:
+        """Bind one rank's KV tensors, one for each component, to this cache's arena.
+
+        shard: which of the cache's shards the rank holds.
+        """
         many = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-        return Pages(self.geometry, self._arena, self._arena_id, many, device, self._shards)
+        return Pages(self.geometry, self._arena, self._arena_id, many, device, shard, self._shards)
 
     # ---- life
 

@@ -31,13 +31,14 @@ _GROUP: Final = "kvtier.storage_backends"
 class TierConfig:
     """One tier. capacity: bytes, None for unbounded. options: parsed, all of the Store's.
 
+    admission: None leaves it to the tier: shared ones admit on second touch, others all.
     store: one that is open already, in place of the one that scheme and location name.
     """
 
     scheme: str
     location: str
     capacity: int | None
-    admission: str = "through"
+    admission: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     store: Store | None = None
 
@@ -106,8 +107,8 @@ def parse_tier(url: str) -> TierConfig:
             f"tier {url!r} has no capacity; add ?capacity=200GiB, or ?capacity=unbounded"
         )
     capacity = given["capacity"]
-    admission = given.get("admission", ADMISSIONS[0])
-    if admission not in ADMISSIONS:
+    admission = given.get("admission")
+    if admission is not None and admission not in ADMISSIONS:
         raise unknown("admission", admission, ADMISSIONS)
     options = {
         name: option.parse(given[name]) if name in given else option.default

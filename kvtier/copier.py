@@ -18,7 +18,7 @@ _LOAD_GROUPS: Final = 4
 
 
 class Pages:
-    """One rank's KV blocks, bound to the cache's arena.
+    """One rank's KV blocks, bound to the cache's arena. It copies the parts of its own shard.
 
     tensors: for each component of the geometry, in its order, the rank's KV tensor, shaped
     [layers, planes, blocks, block tokens, heads, head size] (any leading dimensions whose
@@ -32,8 +32,11 @@ class Pages:
         arena_id: int,
         tensors: Sequence[Any],
         device: Device,
+        shard: int = 0,
         shards: int = 1,
     ) -> None:
+        if not 0 <= shard < shards:
+            raise ConfigError(f"shard {shard} is not one of {shards}")
         if len(tensors) != len(geometry.components):
             raise ConfigError(
                 f"{len(geometry.components)} components need as many KV tensors, not {len(tensors)}"
@@ -42,6 +45,7 @@ class Pages:
         self._arena = arena
         self._arena_id = arena_id
         self._device = device
+        self._shard = shard
         self._shards = shards
         self._block_tokens = geometry.block_tokens[0]
         self._pages = []
@@ -60,7 +64,7 @@ class Pages:
         """
         if plan.arena != self._arena_id:
             raise ProtocolError("the plan belongs to another arena")
-        copies = [self._copy(part) for part in plan.parts]
+        copies = [copy for part in plan.parts if (copy := self._copy(part))]
         blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
         tokens = self._tokens(plan.parts)
         if plan.kind == "save":
@@ -78,13 +82,16 @@ class Pages:
             if (part.component, part.shard) == (parts[0].component, parts[0].shard)
         )
 
-    def _copy(self, part: PlanPart) -> Copy:
+    def _copy(self, part: PlanPart) -> Copy | None:
+        """Check a part and return its copy; None for the part of another rank's shard."""
         if part.component >= len(self._pages):
             raise ProtocolError(f"the plan names component {part.component}")
         if part.shard >= part.shards or part.shards != self._shards:
             raise ProtocolError(
                 f"the plan names shard {part.shard} of {part.shards}; here are {self._shards}"
             )
+        if part.shard != self._shard:
+            return None
         pages = self._pages[part.component]
         planes, count, block_bytes = pages.shape
         chunk_blocks = self._geometry.chunk_tokens // self._block_tokens

@@ -27,7 +27,9 @@ def open_tiers(config: Config, flow: Flow, metrics: Metrics, clock: Clock) -> di
                 store = store_type.open(setting.location, setting.capacity, setting.options)
             taken = {tier.name for tier in tiers.values()}
             name = setting.scheme if setting.scheme not in taken else f"{setting.scheme}{number}"
-            tiers[number] = Tier(name, store, flow, metrics, clock, admission=setting.admission)
+            usual = "second-touch" if store.capabilities.shared else "through"
+            admission = setting.admission or usual
+            tiers[number] = Tier(name, store, flow, metrics, clock, admission=admission)
     except BaseException:
         for tier in tiers.values():
             tier.close()

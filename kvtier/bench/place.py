@@ -109,7 +109,9 @@ class Place:
         if settings.s3_delay:
             endpoint = stack.enter_context(DelayProxy(server.port, settings.s3_delay)).endpoint
         bucket = server.create_bucket(_BUCKET)
-        self._url = f"s3://{bucket}/records?capacity=unbounded&endpoint={endpoint}"
+        self._url = (
+            f"s3://{bucket}/records?capacity=unbounded&admission=through&endpoint={endpoint}"
+        )
 
 
 def _url_of(url: str) -> str:
@@ -119,8 +121,9 @@ def _url_of(url: str) -> str:
         raise ConfigError("--s3 takes the URL of a bucket, like s3://bucket/prefix")
     where = "/".join(filter(None, (parts.path.strip("/"), f"bench-{uuid.uuid4().hex[:12]}")))
     query = parts.query
-    if "capacity=" not in query:
-        query = f"{query}&capacity=unbounded".lstrip("&")
+    for option in ("capacity=unbounded", "admission=through"):
+        if option.partition("=")[0] + "=" not in query:
+            query = f"{query}&{option}".lstrip("&")
     return f"s3://{parts.netloc}/{where}?{query}"
 
 

@@ -178,3 +178,16 @@ def test_a_full_directory_keeps_heads_and_stays_exact(tmp_path):
     assert sum(offered for offered, _, _ in offers) >= 40 * CHUNK
     assert one.cache.metrics.get("evicted_parts", tier="lmdb") > 0
     one.close()
+
+
+def test_second_touch_writes_down_only_what_is_used_again(tmp_path):
+    url = f"lmdb:{tmp_path}/kv?capacity=64MiB&admission=second-touch"
+    one = opened(dram(32), url)
+    used, unused = prompt(257, 1), prompt(257, 2)
+    one.save("a", used[:256])
+    one.save("b", unused[:256])
+    assert one.cache.metrics.get("spilled_bytes", tier="lmdb") == 0
+    one.load("c", used)
+    assert one.cache.flush(timeout=20)
+    assert one.cache.metrics.get("spilled_bytes", tier="lmdb") == 4 * CHUNK_BYTES
+    one.close()

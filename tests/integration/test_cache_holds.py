@@ -12,6 +12,7 @@ import pytest
 
 import kvtier
 from kvtier.copyplan import CopyPlan
+from kvtier.device.cpu import CpuDevice
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.toy import (
     NAMESPACE,
@@ -230,3 +231,30 @@ def test_blocks_of_another_shape_are_refused(toy):
     for shape in ((2, 2, 8, 32, 2, 8), (2, 2, 8, 16, 2, 4), (3, 2, 8, 16, 2, 8)):
         with pytest.raises(ConfigError):
             toy.cache.bind(np.zeros(shape, np.uint16), toy.device)
+
+
+def test_each_rank_copies_its_own_shard_only():
+    """P7: two ranks fill one chunk; both load what each saved."""
+    tokens = prompt(257)
+    cache = kvtier.open("dram:1MiB", namespace=NAMESPACE, shards=2)
+    device = CpuDevice()
+    kv = [
+        np.random.default_rng(rank).integers(0, 9, (2, 2, 64, 16, 1, 8), np.uint16)
+        for rank in (0, 1)
+    ]
+    ranks = [cache.bind(kv[rank], device, shard=rank) for rank in (0, 1)]
+    plan = cache.plan_save(cache.prefix(tokens), list(range(16)))
+    results = [rank.execute(plan, after=()).result(5) for rank in ranks]
+    assert results == [CopyResult(CopyStatus.OK, 256)] * 2
+    cache.settle(plan, results[0])
+    cache.flush(timeout=5)
+    match = cache.match(tokens)
+    assert match.tokens == 256
+    with cache.lease(match, deadline=5) as lease:
+        plan = cache.plan_load(lease, list(range(32, 48)))
+    results = [rank.execute(plan, after=()).result(5) for rank in ranks]
+    cache.settle(plan, results[0])
+    for rank in (0, 1):
+        assert np.array_equal(kv[rank][:, :, :16], kv[rank][:, :, 32:48])
+    cache.close()
+    device.close()

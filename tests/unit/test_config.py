@@ -27,7 +27,7 @@ def test_tiers_keep_their_order_and_options_get_their_defaults():
     config = Config.from_urls(urls)
     assert config.dram == 8 << 30
     lmdb, s3 = config.tiers
-    assert lmdb == TierConfig("lmdb", "/kv", 1 << 30, "through", {"durability": "batch"})
+    assert lmdb == TierConfig("lmdb", "/kv", 1 << 30, None, {"durability": "batch"})
     assert (s3.scheme, s3.location, s3.capacity) == ("s3", "//bucket/prefix", None)
     assert s3.admission == "second-touch"
     assert set(s3.options) == set(load_store(store_types()["s3"]).OPTIONS)
