@@ -16,6 +16,7 @@ from kvtier.catalog.fetch import Fetcher
 from kvtier.catalog.lease import Lease
 from kvtier.catalog.probe import Probe, search
 from kvtier.catalog.spill import Spiller
+from kvtier.catalog.strays import Strays
 from kvtier.clock import Clock
 from kvtier.identity.record import RecordId, checksum, split_record_id
 from kvtier.memory.arena import Arena, Slot
@@ -55,12 +56,12 @@ class Moves:
     ) -> None:
         self._catalog = catalog
         self._arena = arena
-        self._tiers = tiers
         self._flow = flow
         self._metrics = metrics
-        self._fetcher = Fetcher(catalog, arena, tiers, namespace)
+        strays = {number: Strays(tier) for number, tier in tiers.items()}
+        self._fetcher = Fetcher(catalog, arena, tiers, namespace, strays)
         self._spillers = {
-            number: Spiller(catalog, arena, number, tier, namespace, metrics)
+            number: Spiller(catalog, arena, number, tier, namespace, metrics, strays[number])
             for number, tier in tiers.items()
         }
         self._shared = {n: t for n, t in tiers.items() if t.store.capabilities.shared}
@@ -191,10 +192,10 @@ class Moves:
 
     async def clear(self, number: int) -> None:
         """Take everything that nobody holds out of a tier."""
-        victims = self._catalog.clear(number)
-        tier = self._tiers.get(number)
-        if tier is not None:
-            await tier.delete([victim.name for victim in victims])
+        if number in self._spillers:
+            await self._spillers[number].clear()
+        else:
+            self._catalog.clear(number)
 
     async def reap(self) -> None:
         """End leases at their deadline, for as long as the loop runs."""

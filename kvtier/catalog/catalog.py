@@ -37,6 +37,7 @@ class Victim(NamedTuple):
 
     row: int
     name: RecordId
+    charged: int
 
 
 class Catalog:
@@ -339,7 +340,7 @@ class Catalog:
                 row = self._room.victim(tier)
                 if row == NO_ROW:
                     break
-                victims.append(Victim(row, self._index.names[row]))
+                victims.append(self._victim(row, tier))
                 self._room.leave(row, tier)
                 self._metrics.add("evicted_parts", tier=shelf.name)
             self._room.unhold(kept)
@@ -350,9 +351,12 @@ class Catalog:
         with self._lock:
             victims: list[Victim] = []
             while (row := self._room.victim(tier)) != NO_ROW:
-                victims.append(Victim(row, self._index.names[row]))
+                victims.append(self._victim(row, tier))
                 self._room.leave(row, tier)
             return victims
+
+    def _victim(self, row: int, tier: int) -> Victim:
+        return Victim(row, self._index.names[row], self._index.charged[tier][row])
 
     # ---- figures
 

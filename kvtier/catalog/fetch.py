@@ -13,6 +13,7 @@ from typing import Final
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease
+from kvtier.catalog.strays import Strays
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Arena
 from kvtier.tiers.store import Status
@@ -27,12 +28,18 @@ class Fetcher:
     """Fetches for one namespace. tiers: by tier number, from 1."""
 
     def __init__(
-        self, catalog: Catalog, arena: Arena, tiers: Mapping[int, Tier], namespace: bytes
+        self,
+        catalog: Catalog,
+        arena: Arena,
+        tiers: Mapping[int, Tier],
+        namespace: bytes,
+        strays: Mapping[int, Strays],
     ) -> None:
         self._catalog = catalog
         self._arena = arena
         self._tiers = tiers
         self._namespace = namespace
+        self._strays = strays
         self._reading: dict[int, asyncio.Future[int]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._serial = 0
@@ -102,12 +109,14 @@ class Fetcher:
                 name, _, _, slot, nbytes, _ = self._catalog.describe(row)
                 into = self._arena.view(slot.offset, slot.nbytes)
                 wanted.append(Wanted(name, self._namespace, nbytes, into))
-            for row, outcome in zip(here, await tier.read(wanted), strict=True):
+            outcomes = await tier.read(wanted)
+            for row, one, outcome in zip(here, wanted, outcomes, strict=True):
                 if outcome.status is Status.OK:
                     self._end(row, number, outcome.raw_sum)
-                    left = [one for one in left if one != row]
+                    left = [other for other in left if other != row]
                 elif outcome.status is not Status.FAILED:  # it will not be there next time either
                     self._catalog.lost(row, number)
+                    self._strays[number].note(one.id, tier.store.footprint(one.raw_bytes))
         for row in left:
             self._end(row, NO_ROW, None)
 

@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 from kvtier.catalog.catalog import Catalog, Part
 from kvtier.catalog.index import NO_ROW
+from kvtier.catalog.strays import Strays
 from kvtier.identity.record import KEY_BYTES, Header, RecordId, split_record_id
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
@@ -48,6 +49,7 @@ class Spiller:
         tier: Tier,
         namespace: bytes,
         metrics: Metrics,
+        strays: Strays,
     ) -> None:
         self._catalog = catalog
         self._arena = arena
@@ -55,6 +57,7 @@ class Spiller:
         self._tier = tier
         self._namespace = namespace
         self._metrics = metrics
+        self._strays = strays
         self._waiting: dict[RecordId, None] = {}
         self._queue: deque[_Job] = deque()
         self._queued: dict[RecordId, None] = {}
@@ -79,6 +82,12 @@ class Spiller:
         """Return when nothing waits to be written."""
         while self._task is not None:
             await asyncio.wait((self._task,))
+
+    async def clear(self) -> None:
+        """Take everything that nobody holds out of the tier."""
+        async with self._strays.changing:
+            victims = self._catalog.clear(self._number)
+            await self._strays.delete({victim.name: victim.charged for victim in victims})
 
     def _touched(self, name: RecordId) -> bool:
         """Say whether the part was offered before."""
@@ -132,7 +141,8 @@ class Spiller:
             while self._queue:
                 jobs = self._batch()
                 try:
-                    await self._write(jobs)
+                    async with self._strays.changing:
+                        await self._write(jobs)
                 finally:
                     for job in jobs:
                         self._queued_bytes -= job.part.nbytes
@@ -180,6 +190,7 @@ class Spiller:
         spare = self._catalog.spare(self._number)
         if spare is None:
             return jobs
+        spare -= self._strays.nbytes
         sizes = [self._tier.store.footprint(job.part.nbytes) for job in jobs]
         count = bisect.bisect_right(list(itertools.accumulate(sizes)), spare)
         if count < len(jobs):
@@ -191,10 +202,12 @@ class Spiller:
         """Note a part's outcome; False when it should be tried again with more room."""
         if status is Status.FULL:
             return False
+        charged = self._tier.store.footprint(job.part.nbytes)
         if status is Status.OK:
-            charged = self._tier.store.footprint(job.part.nbytes)
+            self._strays.forget(job.part.name)
             self._catalog.stored(job.part, self._number, charged)
         else:
+            self._strays.note(job.part.name, charged)
             self._metrics.add("dropped_spills", tier=self._tier.name, reason="failed")
         return True
 
@@ -208,7 +221,11 @@ class Spiller:
         return [status for run in outcomes for status in run]
 
     async def _make_room(self, jobs: list[_Job], nbytes: int, extra: int) -> None:
-        rows = [job.row for job in jobs]
-        victims = self._catalog.evict(self._number, nbytes, at_least=extra, below=rows)
+        if len(self._strays):
+            await self._strays.delete({})
+            if not self._tier.available:
+                return  # it takes no write either, and what it has is not worth evicting
+        rows, needed = [job.row for job in jobs], nbytes + self._strays.nbytes
+        victims = self._catalog.evict(self._number, needed, at_least=extra, below=rows)
         if victims:
-            await self._tier.delete([victim.name for victim in victims])
+            await self._strays.delete({victim.name: victim.charged for victim in victims})

@@ -1,0 +1,86 @@
+"""What a Store may have that the index does not say: counted, deleted later, never forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvtier.catalog.strays import Strays
+from kvtier.tiers.store import Capabilities, Status
+
+
+class StubTier:
+    """A tier whose deletes end as told."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        self.store = self
+        self.capabilities = Capabilities(shared=shared)
+        self.fate: dict[bytes, Status] = {}
+        self.deleted: list[list[bytes]] = []
+
+    async def delete(self, names):
+        self.deleted.append(names)
+        return [self.fate.get(name, Status.OK) for name in names]
+
+
+@pytest.fixture
+def tier():
+    return StubTier()
+
+
+@pytest.fixture
+def strays(tier):
+    return Strays(tier)
+
+
+def test_what_is_noted_counts_until_its_deletion_is_confirmed(strays, tier):
+    strays.note(b"a", 10)
+    strays.note(b"b", 5)
+    strays.note(b"a", 10)
+    assert (len(strays), strays.nbytes) == (2, 15)
+    tier.fate = {b"a": Status.FAILED, b"b": Status.ABSENT}
+    asyncio.run(strays.delete({}))
+    assert (len(strays), strays.nbytes) == (1, 10)
+    tier.fate = {}
+    asyncio.run(strays.delete({}))
+    assert (len(strays), strays.nbytes) == (0, 0)
+
+
+def test_a_delete_that_fails_leaves_a_stray(strays, tier):
+    tier.fate = {b"b": Status.FAILED}
+    asyncio.run(strays.delete({b"a": 1, b"b": 2}))
+    assert (len(strays), strays.nbytes) == (1, 2)
+
+
+def test_strays_go_with_the_next_delete(strays, tier):
+    strays.note(b"a", 1)
+    asyncio.run(strays.delete({b"b": 2}))
+    assert tier.deleted == [[b"a", b"b"]]
+    assert len(strays) == 0
+
+
+def test_what_was_written_again_is_no_stray(strays, tier):
+    strays.note(b"a", 1)
+    strays.forget(b"a")
+    strays.forget(b"never noted")
+    asyncio.run(strays.delete({}))
+    assert tier.deleted == []
+    assert strays.nbytes == 0
+
+
+def test_a_shared_tier_has_none_and_its_victims_are_deleted_all_the_same():
+    tier = StubTier(shared=True)
+    strays = Strays(tier)
+    strays.note(b"a", 1)
+    tier.fate = {b"b": Status.FAILED}
+    asyncio.run(strays.delete({b"b": 2}))
+    assert tier.deleted == [[b"b"]]
+    assert len(strays) == 0
+
+
+def test_the_memory_that_they_take_is_bounded(strays, monkeypatch):
+    monkeypatch.setattr("kvtier.catalog.strays._MOST", 3)
+    for number in range(10):
+        strays.note(bytes([number]), 1)
+    assert (len(strays), strays.nbytes) == (3, 3)
