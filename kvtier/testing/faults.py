@@ -48,7 +48,8 @@ class Rates:
 class FaultyStore:
     """Wraps an open Store. ``rates`` may be changed at any time; ``counts`` says what happened.
 
-    Besides the faults it counts, as ``again``, writes of records that were there.
+    Besides the faults it counts, as ``again``, writes of records that were there. peak_bytes: the
+    most that was ever within.
 
     Calls must come one at a time, in an order that follows from the seed.
     """
@@ -67,6 +68,7 @@ class FaultyStore:
         self.inner = inner
         self.rates = rates
         self.counts: Counter[str] = Counter()
+        self.peak_bytes = 0
         self._rng = rng
         self._last: Header | None = None
 
@@ -98,6 +100,10 @@ class FaultyStore:
         """See Store."""
         self._call()
         return self._cut([self._change(partial(self._delete, name)) for name in ids])
+
+    def kept_bytes(self) -> int:
+        """Return the bytes that all records within take from the capacity."""
+        return sum(self.footprint(header.stored_bytes) for header in self.inner.scan())
 
     def scan(self) -> Iterator[Header]:
         """See Store. Without faults."""
@@ -146,7 +152,9 @@ class FaultyStore:
         if self._hit("lost_write"):
             return Status.OK
         self.counts["again"] += self.inner.contains_many([record.header.id]) == [Status.OK]
-        return self._change(lambda: self.inner.write_many([record])[0])
+        status = self._change(lambda: self.inner.write_many([record])[0])
+        self.peak_bytes = max(self.peak_bytes, self.kept_bytes())
+        return status
 
     def _delete(self, name: RecordId) -> Status:
         return self.inner.delete_many([name])[0]

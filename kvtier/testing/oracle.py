@@ -235,6 +235,10 @@ class Oracle:
         index = self._index
         return [name for name, row in index.rows.items() if index.present[row] >> tier & 1]
 
+    def strays(self, tier: int) -> set[RecordId]:
+        """Return the names of the records that a tier may have besides."""
+        return set(self.cache._moves._spillers[tier]._strays._charged)
+
     def capacity(self, tier: int) -> int | None:
         """Return a tier's budget in bytes; None for unbounded."""
         return self._catalog.capacity(tier)

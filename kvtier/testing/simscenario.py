@@ -70,8 +70,7 @@ class Scenario:
     @property
     def faultless(self) -> bool:
         """Say whether every tier keeps and returns all that it was given, and nothing else."""
-        shared = any(shape.shared for shape in self.tiers)
-        return self.rates == _NO_FAULTS and not shared and not self.clears
+        return self.rates == _NO_FAULTS and not any(shape.shared for shape in self.tiers)
 
 
 def _trouble(rng: random.Random) -> Rates:

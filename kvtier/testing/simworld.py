@@ -155,6 +155,8 @@ class World:
             if not len(self.oracle._index):
                 break
         self.oracle.check_empty()
+        if any(store.kept_bytes() for _, store in self._local_stores()):
+            raise SimError("a store has records after it was cleared")
 
     def _check_figures(self) -> None:
         figures = self.cache.figures()
@@ -169,18 +171,25 @@ class World:
         self.loop.note("figures", repr(sorted(figures.items())))
 
     def _check_stores(self) -> None:
-        """Without faults, the index says exactly what the Stores have, and they are in budget."""
-        for number, store in enumerate(self.stores, 1):
+        """What a Store has is indexed or known to be astray; it never was over its budget."""
+        lossless = not self.scenario.rates.lost_write
+        for number, store in self._local_stores():
+            kept = {header.id for header in store.scan()}
+            self.loop.note("store", repr((number, sorted(kept), sorted(store.counts.items()))))
+            indexed = set(self.oracle.indexed(number))
             capacity = self.oracle.capacity(number)
-            kept = {header.id: store.footprint(header.stored_bytes) for header in store.scan()}
-            self.loop.note("store", repr((number, sorted(kept), store.counts)))
-            if self.scenario.faultless:
-                if sorted(kept) != sorted(self.oracle.indexed(number)):
-                    raise SimError(f"store {number} has other records than the index says")
-                if capacity is not None and sum(kept.values()) > capacity:
-                    raise SimError(f"store {number} is over its budget")
-                if store.counts["again"]:
-                    raise SimError(f"{store.counts['again']} records were written twice")
+            if capacity is not None and store.peak_bytes > capacity:
+                raise SimError(f"store {number} had {store.peak_bytes} bytes of {capacity}")
+            if not kept - indexed <= self.oracle.strays(number):
+                raise SimError(f"store {number} has records that nobody knows of")
+            if lossless and indexed - kept:
+                raise SimError(f"store {number} lacks records that the index names")
+            if self.scenario.faultless and store.counts["again"]:
+                raise SimError(f"{store.counts['again']} records were written twice")
+
+    def _local_stores(self) -> list[tuple[int, FaultyStore]]:
+        numbered = enumerate(zip(self.scenario.tiers, self.stores, strict=True), 1)
+        return [(number, store) for number, (shape, store) in numbered if not shape.shared]
 
     # ---- a request
 

@@ -14,6 +14,7 @@ from kvtier.catalog.lease import Leases
 from kvtier.catalog.probe import Probe
 from kvtier.catalog.shelf import Room
 from kvtier.catalog.spill import Spiller
+from kvtier.catalog.strays import Strays
 from kvtier.flow import Moves
 from kvtier.testing.simworld import run_world
 from kvtier.tiers import tier
@@ -138,6 +139,10 @@ def write_over_the_budget(monkeypatch):
     monkeypatch.setattr(Spiller, "_fitting", lambda self, jobs: jobs)
 
 
+def forget_what_a_store_may_still_have(monkeypatch):
+    monkeypatch.setattr(Strays, "note", lambda self, name, charged: None)
+
+
 def wait_for_a_shared_tier_for_ever(monkeypatch):
     async def broken(self, parts, seconds):
         return await self._ask(parts)
@@ -170,6 +175,7 @@ GUARDS = {
     let_a_reservation_evict_its_ancestors: "evicted its own ancestors",
     forget_what_a_fetch_held_when_it_ends_empty: "held for ever",
     write_over_the_budget: "over its budget",
+    forget_what_a_store_may_still_have: "nobody knows of|had .* bytes of|after it was cleared",
     wait_for_a_shared_tier_for_ever: "after its timeout",
     match_across_a_hole: "that is nowhere was matched",
 }
