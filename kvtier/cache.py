@@ -130,6 +130,7 @@ class Cache:
         self._check()
         prefix = tokens if isinstance(tokens, Prefix) else self.prefix(tokens, request)
         found = self._catalog.match(prefix.names)
+        self.metrics.add("match_tokens", len(prefix.tokens))
         limit = max(len(prefix.tokens) - 1, 0) // self._block * self._block
         usable = min(len(found) * self._chunk, limit)
         chunks = -(-usable // self._chunk)

@@ -6,6 +6,7 @@ Each multi-step move is one coroutine that reads from top to bottom.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +23,13 @@ from kvtier.identity.record import RecordId, checksum, split_record_id
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 from kvtier.prefix import Prefix
-from kvtier.seams import Flow, IoPool
+from kvtier.seams import Flow, Future, IoPool
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Tier
 
 __all__ = ["Moves", "Saved"]
 
+_log = logging.getLogger("kvtier")
 _HASH_THREADS: Final = 1
 _EXPIRE_SECONDS: Final = 0.25
 
@@ -77,7 +79,7 @@ class Moves:
     def saved(self, saved: list[Saved]) -> None:
         """Take parts whose copies have ended, in order. Never blocks; from any thread."""
         self._saved.append(saved)
-        self._flow.spawn(self._publish())
+        self._flow.spawn(self._publish()).add_done_callback(_tell)
 
     async def _publish(self) -> None:
         """Seal and commit parts, then offer them to the slower tiers.
@@ -206,3 +208,9 @@ class Moves:
     def close(self) -> None:
         """End the hashing threads. The tiers are closed by their owner."""
         self._hashing.close()
+
+
+def _tell(done: Future[None]) -> None:
+    """Log what nobody waits for: slots of a publish that fails are not given back."""
+    if not done.cancelled() and (error := done.exception()) is not None:
+        _log.error("saved chunks could not be published", exc_info=error)
