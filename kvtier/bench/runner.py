@@ -39,6 +39,7 @@ Tell = Callable[[str, int, int], None]
 """Called with what is being done, and how many steps of how many are behind."""
 
 _PLAIN_RUNS: Final = 5
+_FEW: Final = 2  # output tokens of a request that only warms up
 _LEAST_DRAM: Final = 64 << 20
 _IN_FLIGHT: Final = 2  # at most half of the dram tier waits to be written down
 _USABLE: Final = 0.8  # of the lmdb tier's capacity: its index and whole segments take some
@@ -143,12 +144,11 @@ class Bench:
         """Return the URLs of tiers; lmdb: the name of the directory."""
         return self._place.tiers(names, lmdb, self._dram)
 
-    def open(self, tokens: int, filled: str = "") -> None:
-        """Open engine and cache of every arm. filled: the directory that the lmdb arm finds."""
-        for child in self._children.values():
+    def open(self, arms: Sequence[str], tokens: int, filled: str = "") -> None:
+        """Open engine and cache of arms. filled: the directory that the lmdb arm finds."""
+        for arm in arms:
+            child, plan = self._children[arm], PLANS[arm]
             child.receive(ModelLoaded)
-        for arm, child in self._children.items():
-            plan = PLANS[arm]
             tiers = self.tiers(plan.tiers, filled if filled and arm == "lmdb" else arm)
             child.ask(Open(tokens, plan.prefix_cache, tiers), Done)
 
@@ -156,6 +156,15 @@ class Bench:
         """Empty what lies above the tier that an arm is named after."""
         if not PLANS[arm].keeps_hbm:
             self._children[arm].ask(Empty(list(PLANS[arm].empties)), Done)
+
+    @contextlib.contextmanager
+    def serving(self, arms: Sequence[str], tokens: list[int]) -> Iterator[None]:
+        """Let arms serve a request that does not count, side by side, until the block ends."""
+        for arm in arms:
+            self._children[arm].send(Serve(tokens, 1))
+        yield
+        for arm in arms:
+            self._children[arm].receive(Served)
 
     def serve(self, arm: str, tokens: list[int], output_len: int) -> Served:
         """Serve a request that does not count."""
@@ -209,51 +218,65 @@ def shared_prefix(settings: Settings, shape: SharedPrefix, place: Place, tell: T
     plain: list[tuple[float, float]] = []
     with Bench(settings, place, tell) as bench:
         loaded, groups = _fill(bench, shape, tokens)
-        bench.open(tokens, filled="filled")
-        bench.steps(len(groups) * len(settings.arms))
-        for turn, group in enumerate(groups):
-            for arm in bench.rotated(turn):
-                bench.step(f"prefix {turn} of {len(groups) - 1}, {arm}" if turn else "warming up")
-                _serve_group(bench, arm, group, shape, is_timed=turn > 0)
-                if arm == "recompute" and 0 < turn <= _PLAIN_RUNS:
-                    engine = bench.samples[arm][-1].served.ttft_s
-                    plain.append((bench.plain(group.prefix + group.timed[-1]), engine))
+        steps = len(settings.arms) * shape.prompts_per_prefix + 1
+        bench.steps(len(groups) * steps)
+        _serve_group(bench, groups[0], shape, turn=0, is_timed=False)
+        for turn, group in enumerate(groups[1:], 1):
+            bench.step(f"prefix {turn} of {shape.num_prefixes}, once for hbm and dram")
+            with bench.serving(_those_that_warm(settings), group.prefix + group.warm):
+                pass
+            _serve_group(bench, group, shape, turn=turn, is_timed=True)
+            if "recompute" in settings.arms and len(plain) < _PLAIN_RUNS:
+                engine = bench.samples["recompute"][-1].served.ttft_s
+                plain.append((bench.plain(group.prefix + group.timed[-1]), engine))
         bench.clean()
     return Outcome(loaded, bench.samples, plain)
 
 
 def _fill(bench: Bench, shape: SharedPrefix, tokens: int) -> tuple[ModelLoaded, list[Group]]:
-    """Make the prompts, and let a process of its own write every prefix to the slower tiers."""
+    """Let a process of its own write every prefix to the slower tiers, and open all arms.
+
+    The arms that do not wait for those tiers serve their first, untimed request meanwhile.
+    """
     settings = bench.settings
     build = Build(shape, settings.seed, settings.chunk_tokens)
+    early = [arm for arm in settings.arms if "lmdb" not in PLANS[arm].tiers]
+    late = [arm for arm in settings.arms if arm not in early]
     with bench.prompts(build, tokens) as (child, loaded, built):
-        names = [tier for tier in ("lmdb", "s3") if tier in settings.arms]
-        total = shape.prefix_len * len(built.groups)
-        bench.check_room(loaded, at_once=tokens, in_all=total)
+        groups = built.groups
+        bench.check_room(loaded, at_once=tokens, in_all=shape.prefix_len * len(groups))
         bench.start()
+        names = [tier for tier in ("lmdb", "s3") if tier in settings.arms]
         tiers = bench.tiers(["dram", *names], "filled")
         child.ask(Open(tokens, prefix_cache=True, tiers=tiers), Done)
-        bench.steps(len(built.groups))
-        for group in built.groups if names else ():
-            bench.step("filling the tiers")
-            child.ask(Serve(group.prefix + group.warm, 1), Served)
-    return loaded, built.groups
+        bench.open(early, tokens)
+        bench.steps(len(groups))
+        with bench.serving(early, groups[0].prefix + groups[0].warm):
+            for group in groups if late else ():
+                bench.step("filling the tiers")
+                child.ask(Serve(group.prefix + group.warm, 1), Served)
+    bench.open(late, tokens, filled="filled")
+    return loaded, groups
+
+
+def _those_that_warm(settings: Settings) -> list[str]:
+    return [arm for arm in settings.arms if PLANS[arm].warms]
 
 
 def _serve_group(
-    bench: Bench, arm: str, group: Group, shape: SharedPrefix, *, is_timed: bool
+    bench: Bench, group: Group, shape: SharedPrefix, *, turn: int, is_timed: bool
 ) -> None:
-    """Let one arm serve all prompts of a prefix; the first prefix is for warming up."""
-    chunk = bench.settings.chunk_tokens
-    expected = 0 if arm == "recompute" else shape.prefix_len // chunk * chunk
-    if PLANS[arm].warms:
-        bench.serve(arm, group.prefix + group.warm, 1)
-    for suffix in group.timed:
-        bench.empty(arm)
-        if is_timed:
-            bench.timed(arm, group.prefix + suffix, shape.output_len, expected)
-        else:
-            bench.serve(arm, group.prefix + suffix, shape.output_len)
+    """Let every arm serve all prompts of a prefix."""
+    reusable = shape.prefix_len // bench.settings.chunk_tokens * bench.settings.chunk_tokens
+    for number, suffix in enumerate(group.timed):
+        for arm in bench.rotated(turn + number):
+            bench.step(f"prefix {turn} of {shape.num_prefixes}, {arm}")
+            bench.empty(arm)
+            prompt, from_nothing = group.prefix + suffix, arm == "recompute"
+            if is_timed:
+                bench.timed(arm, prompt, shape.output_len, 0 if from_nothing else reusable)
+            elif not from_nothing:  # it has served a prompt of this length before
+                bench.serve(arm, prompt, _FEW)
 
 
 def multi_turn(settings: Settings, shape: MultiTurn, place: Place, tell: Tell) -> Outcome:
@@ -269,7 +292,9 @@ def multi_turn(settings: Settings, shape: MultiTurn, place: Place, tell: Tell) -
             talks = built.conversations
             bench.check_room(loaded, at_once=tokens * len(talks), in_all=tokens * len(talks))
         bench.start()
-        bench.open(tokens * len(talks))  # HBM must hold all conversations: they take turns
+        bench.open(
+            settings.arms, tokens * len(talks)
+        )  # HBM must hold all conversations: they take turns
         bench.steps(shape.turns * len(talks) * len(settings.arms))
         history = {arm: [talk.opening for talk in talks] for arm in settings.arms}
         known = {arm: [0] * len(talks) for arm in settings.arms}
@@ -307,7 +332,7 @@ def no_reuse(settings: Settings, shape: NoReuse, place: Place, tell: Tell) -> Ou
         with bench.prompts(build, tokens) as (_, loaded, built):
             bench.check_room(loaded, at_once=tokens, in_all=tokens * len(built.prompts))
         bench.start()
-        bench.open(tokens)
+        bench.open(settings.arms, tokens)
         bench.steps(len(built.prompts) * len(settings.arms))
         for turn, prompt in enumerate(built.prompts):
             for arm in bench.rotated(turn):
