@@ -109,7 +109,7 @@ def _common(arms: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
 @click.option(
     *("--num-prefixes", "--prefix-repetition-num-prefixes", "--gsp-num-groups", "num_prefixes"),
     type=_COUNT,
-    help="Different prefixes.  [default: 8]",
+    help="Different prefixes, besides one to warm up.  [default: 8]",
 )
 @click.option(
     *("--prefix-len", "--prefix-repetition-prefix-len", "--gsp-system-prompt-len", "prefix_len"),
@@ -160,8 +160,12 @@ def shared_prefix(
 
 
 @click.command("multi-turn")
-@click.option("--num-conversations", type=_COUNT, default=3, show_default=True)
-@click.option("--turns", type=click.IntRange(min=2), default=4, show_default=True)
+@click.option(
+    "--num-conversations", type=_COUNT, default=2, show_default=True, help="Besides one to warm up."
+)
+@click.option(
+    "--turns", type=click.IntRange(min=2), default=3, show_default=True, help="Of a conversation."
+)
 @click.option(
     "--prefix-len", type=_COUNT, default=1024, show_default=True, help="Tokens of the first text."
 )
@@ -173,7 +177,7 @@ def shared_prefix(
     help="Tokens of a question, at most.",
 )
 @click.option(
-    "--output-len", type=_COUNT, default=32, show_default=True, help="Tokens of an answer."
+    "--output-len", type=_COUNT, default=16, show_default=True, help="Tokens of an answer."
 )
 @_common(",".join(ARMS))
 def multi_turn(
@@ -190,7 +194,9 @@ def multi_turn(
 
 
 @click.command("no-reuse")
-@click.option("--num-prompts", type=_COUNT, default=8, show_default=True)
+@click.option(
+    "--num-prompts", type=_COUNT, default=8, show_default=True, help="Besides one to warm up."
+)
 @click.option(
     *("--input-len", "--random-input-len", "input_len"),
     type=_COUNT,
