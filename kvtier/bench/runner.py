@@ -38,7 +38,8 @@ __all__ = ["Outcome", "Tell", "multi_turn", "no_reuse", "shared_prefix"]
 Tell = Callable[[str, int, int], None]
 """Called with what is being done, and how many steps of how many are behind."""
 
-_PLAIN_RUNS: Final = 5
+_PLAIN_RUNS: Final = 4
+_WARM_UP_CHUNKS: Final = 2
 _FEW: Final = 2  # output tokens of a request that only warms up
 _LEAST_DRAM: Final = 64 << 20
 _IN_FLIGHT: Final = 2  # at most half of the dram tier waits to be written down
@@ -192,7 +193,7 @@ class Bench:
     def check_room(self, loaded: ModelLoaded, *, at_once: int, in_all: int) -> None:
         """Check that the tiers take the KV of so many tokens. Raises ConfigError."""
         need = at_once * loaded.bytes_per_token * _IN_FLIGHT
-        self._dram = self.settings.dram or max(2 * need, _LEAST_DRAM)
+        self._dram = self.settings.dram or max(need, _LEAST_DRAM)
         if {"dram", "lmdb", "s3"} & set(self.settings.arms):
             _check_capacity("--dram", self._dram, need)
         if {"lmdb", "s3"} & set(self.settings.arms):
@@ -214,17 +215,12 @@ def _check_capacity(option: str, given: int, need: int) -> None:
 
 def shared_prefix(settings: Settings, shape: SharedPrefix, place: Place, tell: Tell) -> Outcome:
     """Fill the slower tiers from one process, then serve each prefix again from others."""
-    tokens = shape.prefix_len + shape.suffix_len + shape.output_len
     plain: list[tuple[float, float]] = []
     with Bench(settings, place, tell) as bench:
-        loaded, groups = _fill(bench, shape, tokens)
-        steps = len(settings.arms) * shape.prompts_per_prefix + 1
-        bench.steps(len(groups) * steps)
+        loaded, groups = _fill(bench, shape)
+        bench.steps(len(groups) * len(settings.arms) * shape.prompts_per_prefix)
         _serve_group(bench, groups[0], shape, turn=0, is_timed=False)
         for turn, group in enumerate(groups[1:], 1):
-            bench.step(f"prefix {turn} of {shape.num_prefixes}, once for hbm and dram")
-            with bench.serving(_those_that_warm(settings), group.prefix + group.warm):
-                pass
             _serve_group(bench, group, shape, turn=turn, is_timed=True)
             if "recompute" in settings.arms and len(plain) < _PLAIN_RUNS:
                 engine = bench.samples["recompute"][-1].served.ttft_s
@@ -233,49 +229,53 @@ def shared_prefix(settings: Settings, shape: SharedPrefix, place: Place, tell: T
     return Outcome(loaded, bench.samples, plain)
 
 
-def _fill(bench: Bench, shape: SharedPrefix, tokens: int) -> tuple[ModelLoaded, list[Group]]:
+def _fill(bench: Bench, shape: SharedPrefix) -> tuple[ModelLoaded, list[Group]]:
     """Let a process of its own write every prefix to the slower tiers, and open all arms.
 
-    The arms that do not wait for those tiers serve their first, untimed request meanwhile.
+    Side by side with it, the arms that keep prefixes in their own memory compute them as well:
+    so their HBM, or their dram tier, holds all prefixes at once. The first group, which is for
+    warming up, is cut short.
     """
     settings = bench.settings
+    tokens = shape.prefix_len + shape.suffix_len + shape.output_len
     build = Build(shape, settings.seed, settings.chunk_tokens)
     early = [arm for arm in settings.arms if "lmdb" not in PLANS[arm].tiers]
     late = [arm for arm in settings.arms if arm not in early]
     with bench.prompts(build, tokens) as (child, loaded, built):
-        groups = built.groups
-        bench.check_room(loaded, at_once=tokens, in_all=shape.prefix_len * len(groups))
+        first, *rest = built.groups
+        groups = [first.cut(_WARM_UP_CHUNKS * settings.chunk_tokens), *rest]
+        whole = tokens * len(groups)
+        bench.check_room(loaded, at_once=whole, in_all=shape.prefix_len * len(groups))
         bench.start()
         names = [tier for tier in ("lmdb", "s3") if tier in settings.arms]
         tiers = bench.tiers(["dram", *names], "filled")
         child.ask(Open(tokens, prefix_cache=True, tiers=tiers), Done)
-        bench.open(early, tokens)
+        bench.open(early, whole)
         bench.steps(len(groups))
-        with bench.serving(early, groups[0].prefix + groups[0].warm):
-            for group in groups if late else ():
-                bench.step("filling the tiers")
-                child.ask(Serve(group.prefix + group.warm, 1), Served)
+        for turn, group in enumerate(groups):
+            bench.step("computing each prefix once")
+            arms = [arm for arm in early if PLANS[arm].warms or not turn]
+            with bench.serving(arms, group.prefix + group.warm):
+                if late:
+                    child.ask(Serve(group.prefix + group.warm, 1), Served)
     bench.open(late, tokens, filled="filled")
     return loaded, groups
-
-
-def _those_that_warm(settings: Settings) -> list[str]:
-    return [arm for arm in settings.arms if PLANS[arm].warms]
 
 
 def _serve_group(
     bench: Bench, group: Group, shape: SharedPrefix, *, turn: int, is_timed: bool
 ) -> None:
     """Let every arm serve all prompts of a prefix."""
-    reusable = shape.prefix_len // bench.settings.chunk_tokens * bench.settings.chunk_tokens
+    reusable = len(group.prefix) // bench.settings.chunk_tokens * bench.settings.chunk_tokens
     for number, suffix in enumerate(group.timed):
         for arm in bench.rotated(turn + number):
             bench.step(f"prefix {turn} of {shape.num_prefixes}, {arm}")
             bench.empty(arm)
-            prompt, from_nothing = group.prefix + suffix, arm == "recompute"
+            prompt = group.prefix + suffix
             if is_timed:
-                bench.timed(arm, prompt, shape.output_len, 0 if from_nothing else reusable)
-            elif not from_nothing:  # it has served a prompt of this length before
+                expected = 0 if arm == "recompute" else reusable
+                bench.timed(arm, prompt, shape.output_len, expected)
+            else:
                 bench.serve(arm, prompt, _FEW)
 
 

@@ -73,6 +73,10 @@ class Group(msgspec.Struct, frozen=True):
     warm: list[int]
     timed: list[list[int]]
 
+    def cut(self, tokens: int) -> Group:
+        """Return it with at most `tokens` tokens of its prefix."""
+        return Group(self.prefix[:tokens], self.warm, self.timed)
+
 
 class Conversation(msgspec.Struct, frozen=True):
     """The first prompt, and what follows each answer: its end and the next question."""

@@ -23,7 +23,7 @@ __all__ = ["bench", "multi_turn", "no_reuse", "shared_prefix"]
 
 _HERE: Final = "kvtier.cli.bench"
 _COUNT: Final = click.IntRange(min=1)
-_DEMO_PREFIXES: Final = 3
+_DEMO_PREFIXES: Final = 4
 
 
 @click.group(
