@@ -16,6 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.testing import seaweed
 
 SMALL = ("--model", "random", "--prefix-len", "512", "--suffix-len", "128", "--output-len", "6")
+ENDLESS = ("--num-prefixes", "8", "--prompts-per-prefix", "5000")  # for the time of a test
 HEADER = 256
 
 
@@ -181,7 +182,7 @@ def test_the_doctor_tries_a_bucket(s3_server, s3_credentials, s3_bucket, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, status):
-    args = ("shared-prefix", *SMALL, "--num-prefixes", "500", "--arms", "hbm")
+    args = ("shared-prefix", *SMALL, *ENDLESS, "--arms", "hbm")
     command = [sys.executable, "-m", "kvtier", "bench", *args, "--dir", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as bench:
         children = waited_for(lambda: children_of(bench.pid))
@@ -195,7 +196,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, status):
 
 @pytest.mark.slow
 def test_arms_die_with_a_benchmark_that_was_killed(tmp_path):
-    args = ("shared-prefix", *SMALL, "--num-prefixes", "500", "--arms", "hbm")
+    args = ("shared-prefix", *SMALL, *ENDLESS, "--arms", "hbm")
     command = [sys.executable, "-m", "kvtier", "bench", *args, "--dir", str(tmp_path)]
     with subprocess.Popen(command) as bench:
         children = waited_for(lambda: children_of(bench.pid))
