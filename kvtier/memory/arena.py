@@ -59,12 +59,11 @@ class _Extent:
         self.free: list[int] = []
         self.used = 0
 
-    def cut(self, slot_bytes: int) -> bool:
-        """Cut the empty extent anew; False if not one slot fits."""
+    def cut(self, slot_bytes: int) -> None:
+        """Cut the empty extent anew."""
         self.slot_bytes = slot_bytes
         count = self.nbytes // slot_bytes
         self.free = [self.first + i * slot_bytes for i in reversed(range(count))]
-        return count > 0
 
 
 class Arena:
@@ -108,30 +107,28 @@ class Arena:
             _Extent(first, min(step, self.nbytes - first)) for first in range(0, self.nbytes, step)
         ]
         self._step = step
-        self._open: dict[int, list[_Extent]] = {}
+        self._empty = dict.fromkeys(range(len(self._extents)))  # extents with no slot in use
+        self._open: dict[int, dict[int, None]] = {}  # by slot size, extents with a free slot
         self._live: dict[int, int] = {}
         self._serial = 0
         self.used_bytes = 0
 
     def allocate(self, nbytes: int) -> Slot | None:
-        """Return a slot for a part of `nbytes`, or None when no place is free."""
+        """Return a slot for a part of `nbytes`, or None when no place is free.
+
+        It looks at two extents at most, however many there are.
+        """
         size = slot_bytes_for(nbytes)
-        extents = self._open.setdefault(size, [])
-        while extents and not extents[-1].free:
-            extents.pop()
-        if not extents:
-            fresh = next((e for e in self._extents if not e.used and e.nbytes >= size), None)
-            if fresh is None:
-                return None
-            if fresh.slot_bytes and fresh.slot_bytes != size:
-                old = self._open.get(fresh.slot_bytes, [])
-                if fresh in old:
-                    old.remove(fresh)
-            fresh.cut(size)
-            extents.append(fresh)
-        extent = extents[-1]
+        extents = self._open.setdefault(size, {})
+        if not extents and not self._cut_empty(size):
+            return None
+        number = next(reversed(extents))
+        extent = self._extents[number]
         offset = extent.free.pop()
         extent.used += 1
+        self._empty.pop(number, None)
+        if not extent.free:
+            del extents[number]
         self._serial += 1
         self._live[offset] = self._serial
         self.used_bytes += size
@@ -142,13 +139,14 @@ class Arena:
         if self._live.get(slot.offset) != slot.serial:
             raise MisuseError(f"{slot} is not in use")
         del self._live[slot.offset]
-        extent = self._extents[slot.offset // self._step]
+        number = slot.offset // self._step
+        extent = self._extents[number]
         extent.free.append(slot.offset)
         extent.used -= 1
         self.used_bytes -= slot.nbytes
-        extents = self._open[slot.nbytes]
-        if extent not in extents:
-            extents.append(extent)
+        self._open[slot.nbytes][number] = None
+        if not extent.used:
+            self._empty[number] = None
 
     def holds(self, slot: Slot) -> bool:
         """Say whether this very hand-out of the slot is still in use."""
@@ -174,6 +172,18 @@ class Arena:
         with contextlib.suppress(BufferError):  # a view is still held: the mapping goes with it
             self._map.close()
         del self._map
+
+    def _cut_empty(self, slot_bytes: int) -> bool:
+        """Cut an extent with no slot in use for this size; False when there is none."""
+        fits = (number for number in self._empty if self._extents[number].nbytes >= slot_bytes)
+        number = next(fits, None)  # only the last extent may be too short
+        if number is None:
+            return False
+        extent = self._extents[number]
+        self._open.get(extent.slot_bytes, {}).pop(number, None)
+        extent.cut(slot_bytes)
+        self._open[slot_bytes][number] = None
+        return True
 
     def _take(self) -> bool:
         """Fault all pages in, locked where the limit allows it. Raises OSError."""

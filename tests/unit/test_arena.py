@@ -85,6 +85,22 @@ def test_a_small_arena_holds_a_whole_chunk_of_mixed_parts(spare: int):
         arena.close()
 
 
+def test_a_slot_is_found_without_walking_the_extents():
+    """There are thousands in an arena of a terabyte, and a full one is asked for each save."""
+
+    class Unwalked(list):
+        def __iter__(self):
+            raise AssertionError("walked")
+
+    arena = Arena(64 * PAGE_BYTES, [PAGE_BYTES])
+    arena._extents = Unwalked(arena._extents)
+    slots = [arena.allocate(PAGE_BYTES) for _ in range(64)]
+    assert arena.allocate(PAGE_BYTES) is None
+    arena.free(slots[17])
+    assert arena.allocate(PAGE_BYTES).offset == slots[17].offset
+    arena.close()
+
+
 def test_in_one_extent_they_would_not_mix(monkeypatch):
     monkeypatch.setattr(module, "_EXTENTS", 1)
     arena = Arena(36_864, [12_000, 4096])
