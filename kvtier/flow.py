@@ -197,7 +197,8 @@ class Moves:
         if number in self._spillers:
             await self._spillers[number].clear()
         else:
-            self._catalog.clear(number)
+            while self._catalog.clear(number):  # noqa: ASYNC110  (engine threads want the lock)
+                await asyncio.sleep(0)
 
     async def reap(self) -> None:
         """End leases at their deadline, for as long as the loop runs."""

@@ -7,9 +7,10 @@ publish. Nothing is visible before its bytes are whole, and nothing held is ever
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Container, Iterable, Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease, Leases, LeaseState
@@ -20,7 +21,10 @@ from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 
-__all__ = ["Catalog", "Part", "Shelf", "Victim"]
+__all__ = ["LOT", "Catalog", "Part", "Shelf", "Victim"]
+
+LOT: Final = 256
+"""Parts that leave a tier at a time: taking out more would hold the lock for milliseconds."""
 
 
 class Part(NamedTuple):
@@ -150,13 +154,14 @@ class Catalog:
             self._leases.expire()
             kept = self._room.hold_names(part.parent for part in parts if part.parent)
             slots: list[Slot] = []
+            victims = self._room.victims(DRAM)
             for part in parts:
                 if self._room.known(self._index.find(part.name)):
                     break
                 above = self._index.find(part.parent) if part.parent else NO_ROW
                 if part.parent and not self._room.known(above):
                     break
-                slot = self._room.slot_for(part.nbytes, above)
+                slot = self._room.slot_for(part.nbytes, above, victims)
                 if slot is None:
                     break
                 row = self._index.ensure(part.name, part.parent, part.depth, part.nbytes)
@@ -198,6 +203,7 @@ class Catalog:
         with self._lock:
             self._leases.expire()
             index, chunks, fresh = self._index, [], []
+            victims = self._room.victims(DRAM)
             for parts in names:
                 taken: list[int] = []
                 for name in parts:
@@ -207,7 +213,7 @@ class Catalog:
                     index.hold(row, 1)
                     taken.append(row)
                     if not index.serial[row]:
-                        slot = self._room.slot_for(index.raw_bytes[row], index.parent[row])
+                        slot = self._room.slot_for(index.raw_bytes[row], index.parent[row], victims)
                         if slot is None:
                             break
                         self._room.take(row, slot)
@@ -324,39 +330,38 @@ class Catalog:
     def evict(
         self, tier: int, nbytes: int, *, at_least: int = 0, below: Sequence[int] = ()
     ) -> list[Victim]:
-        """Take leaves out of a slower tier until `nbytes` more fit its budget.
+        """Take leaves out of a slower tier until `nbytes` more fit its budget, LOT at most.
 
         at_least: parts that must leave even if the budget has room. below: rows for which the
-        room is made; their parents, and so all their ancestors, stay. The caller deletes the
-        victims from the Store; they can no longer be matched there.
+        room is made; their parents, and so all their ancestors, stay. The caller asks again
+        after a full lot, and deletes the victims from the Store; they can no longer be matched.
         """
         with self._lock:
             kept = self._room.hold_parents(below)
             shelf = self._shelves[tier]
             victims: list[Victim] = []
+            rows = itertools.islice(self._room.victims(tier), LOT)
             while len(victims) < at_least or (
                 shelf.capacity is not None and shelf.used + nbytes > shelf.capacity
             ):
-                row = self._room.victim(tier)
+                row = next(rows, NO_ROW)
                 if row == NO_ROW:
                     break
-                victims.append(self._victim(row, tier))
-                self._room.leave(row, tier)
-                self._metrics.add("evicted_parts", tier=shelf.name)
+                victims.append(self._take_out(row, tier))
+            self._metrics.add("evicted_parts", len(victims), tier=shelf.name)
             self._room.unhold(kept)
             return victims
 
     def clear(self, tier: int) -> list[Victim]:
-        """Take everything that nobody holds out of a tier, deepest first."""
+        """Take what nobody holds out of a tier, deepest first: LOT parts, and none at the end."""
         with self._lock:
-            victims: list[Victim] = []
-            while (row := self._room.victim(tier)) != NO_ROW:
-                victims.append(self._victim(row, tier))
-                self._room.leave(row, tier)
-            return victims
+            rows = itertools.islice(self._room.victims(tier), LOT)
+            return [self._take_out(row, tier) for row in rows]
 
-    def _victim(self, row: int, tier: int) -> Victim:
-        return Victim(row, self._index.names[row], self._index.charged[tier][row])
+    def _take_out(self, row: int, tier: int) -> Victim:
+        victim = Victim(row, self._index.names[row], self._index.charged[tier][row])
+        self._room.leave(row, tier)
+        return victim
 
     # ---- figures
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from kvtier.catalog.index import DRAM, NO_ROW, Index
@@ -48,13 +48,14 @@ class Room:
         """Say whether the part is in a tier, or on its way into one."""
         return row != NO_ROW and bool(self.index.present[row] or self.index.serial[row])
 
-    def slot_for(self, nbytes: int, above: int) -> Slot | None:
+    def slot_for(self, nbytes: int, above: int, victims: Iterator[int]) -> Slot | None:
         """Return a slot, evicting leaves of DRAM as needed; None when nothing may leave.
 
         above: the row under which the part will hang; neither it nor its ancestors leave.
+        victims: of DRAM, one pass for all slots that one call asks for.
         """
         while (slot := self.arena.allocate(nbytes)) is None:
-            row = self.victim(DRAM)
+            row = next(victims, NO_ROW)
             if row == NO_ROW:
                 row = self._last_copy(above)
             if row == NO_ROW:
@@ -63,10 +64,23 @@ class Room:
             self._metrics.add("evicted_parts", tier=self.shelves[DRAM].name)
         return slot
 
-    def victim(self, tier: int) -> int:
-        """Return the row that should leave a tier next, or NO_ROW."""
-        leaf = self.index.leaf
-        return next((row for row in self.shelves[tier].policy.victims() if leaf(row, tier)), NO_ROW)
+    def victims(self, tier: int) -> Iterator[int]:
+        """Yield the rows that should leave a tier, in order; one has left when the next is asked.
+
+        One pass over the policy's order: a row that could not leave at its turn is looked at
+        again only once the last of its children has left.
+        """
+        leaf, parent = self.index.leaf, self.index.parent
+        passed: set[int] = set()
+        for turn in self.shelves[tier].policy.victims():
+            row = turn
+            while row != NO_ROW and leaf(row, tier):
+                above = parent[row]
+                yield row
+                passed.discard(row)
+                row = above if above in passed else NO_ROW
+            if row == turn:
+                passed.add(row)
 
     def _last_copy(self, above: int) -> int:
         """Return a row of DRAM whose children lie in slower tiers only, or NO_ROW.

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvtier.catalog.catalog import Catalog, Part
+from kvtier.catalog.catalog import LOT, Catalog, Part
 from kvtier.catalog.index import NO_ROW
 from kvtier.catalog.strays import Strays
 from kvtier.identity.record import KEY_BYTES, Header, RecordId, split_record_id
@@ -86,8 +86,11 @@ class Spiller:
     async def clear(self) -> None:
         """Take everything that nobody holds out of the tier."""
         async with self._strays.changing:
-            victims = self._catalog.clear(self._number)
-            await self._strays.delete({victim.name: victim.charged for victim in victims})
+            victims: dict[RecordId, int] = {}
+            while lot := self._catalog.clear(self._number):
+                victims |= {victim.name: victim.charged for victim in lot}
+                await asyncio.sleep(0)  # engine threads wait for the Catalog's lock
+            await self._strays.delete(victims)
 
     def _touched(self, name: RecordId) -> bool:
         """Say whether the part was offered before."""
@@ -226,6 +229,13 @@ class Spiller:
             if not self._tier.available:
                 return  # it takes no write either, and what it has is not worth evicting
         rows, needed = [job.row for job in jobs], nbytes + self._strays.nbytes
-        victims = self._catalog.evict(self._number, needed, at_least=extra, below=rows)
+        victims: dict[RecordId, int] = {}
+        while lot := self._catalog.evict(
+            self._number, needed, at_least=extra - len(victims), below=rows
+        ):
+            victims |= {victim.name: victim.charged for victim in lot}
+            if len(lot) < LOT:
+                break
+            await asyncio.sleep(0)  # engine threads wait for the Catalog's lock
         if victims:
-            await self._strays.delete({victim.name: victim.charged for victim in victims})
+            await self._strays.delete(victims)

@@ -27,7 +27,10 @@ class Policy(Protocol):
         ...
 
     def victims(self) -> Iterator[int]:
-        """Yield rows, first to leave first. The tier is not changed while this is read."""
+        """Yield rows, first to leave first.
+
+        While this is read, rows that it has yielded may be removed; nothing else changes.
+        """
         ...
 
     def __len__(self) -> int:

@@ -55,8 +55,9 @@ class Lru:
         """See Policy."""
         row = self._oldest
         while row != _NONE:
+            newer = self._newer[row]
             yield row
-            row = self._newer[row]
+            row = newer
 
     def __len__(self) -> int:
         """See Policy."""

@@ -53,3 +53,15 @@ def test_a_chain_touched_deepest_first_loses_its_tail_first(length: int, other: 
     lru.insert(100 + other)
     lru.touch(list(reversed(range(length))))
     assert list(lru.victims()) == [100 + other, *reversed(range(length))]
+
+
+@given(st.lists(st.integers(0, 30), unique=True, max_size=20), st.data())
+def test_rows_that_were_yielded_may_leave_while_the_order_is_read(rows, data):
+    lru = Lru()
+    for row in rows:
+        lru.insert(row)
+    seen = []
+    for row in lru.victims():
+        seen.append(row)
+        lru.remove(data.draw(st.sampled_from(seen)))
+    assert seen == rows

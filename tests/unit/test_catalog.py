@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvtier.catalog.catalog import Part
-from kvtier.catalog.index import DRAM, NO_ROW
+from kvtier.catalog.index import DRAM, NO_ROW, Index
 from kvtier.catalog.shelf import Room
 from kvtier.errors import MisuseError
 from kvtier.identity.record import Part as PartName
@@ -176,6 +176,41 @@ def test_room_for_a_child_is_not_made_of_its_ancestors():
     fixture.close()
 
 
+def test_room_for_many_parts_is_one_pass_over_what_must_stay(monkeypatch):
+    """Looking anew for each part takes seconds under the lock, with 100,000 parts and leases."""
+    fixture = SmallCatalog(400)
+    for seed in range(4):
+        fixture.save(chain(100, seed))
+    leases = [fixture.catalog.lease(0, names(chain(100, seed)), 9.0) for seed in (0, 1)]
+    looked = []
+    leaf = Index.leaf
+    monkeypatch.setattr(
+        Index, "leaf", lambda self, row, tier: looked.append(row) or leaf(self, row, tier)
+    )
+    assert fixture.save(chain(150, seed=4)) == 150
+    assert fixture.metrics.get("evicted_parts", tier="dram") == 150
+    assert [len(fixture.found(chain(100, seed))) for seed in range(4)] == [100, 100, 0, 50]
+    assert len(looked) < 400 + 2 * 150
+    for lease in leases:
+        lease.release()
+    fixture.close()
+
+
+def test_parts_leave_in_lots_so_that_nobody_waits_long(monkeypatch):
+    monkeypatch.setattr("kvtier.catalog.catalog.LOT", 3)
+    fixture = SmallCatalog(8, capacity=8 * PART_BYTES)
+    parts = chain(8)
+    fixture.save(parts)
+    for part in parts:
+        fixture.catalog.stored(part, LMDB, PART_BYTES)
+    assert len(fixture.catalog.evict(LMDB, 4 * PART_BYTES)) == 3
+    assert len(fixture.catalog.evict(LMDB, 4 * PART_BYTES)) == 1
+    assert fixture.catalog.evict(LMDB, 4 * PART_BYTES) == []
+    assert [len(fixture.catalog.clear(DRAM)) for _ in range(4)] == [3, 3, 2, 0]
+    assert fixture.found(parts) == [LMDB] * 4
+    fixture.close()
+
+
 # ----------------------------------------------------------------------------------------- fetch
 
 
@@ -266,4 +301,5 @@ def test_clearing_a_tier_takes_all_that_nobody_holds(small):
     assert small.found(parts) == [DRAM]
     lease.release()
     assert len(small.catalog.clear(DRAM)) == 1
+    assert small.catalog.clear(DRAM) == []
     assert len(small.catalog._index) == 0
