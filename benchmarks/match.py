@@ -21,7 +21,6 @@ from pathlib import Path
 import numpy as np
 
 import kvtier
-from kvtier.catalog.catalog import Part
 
 TOKENS = 131_072
 ROUNDS = 21
@@ -31,8 +30,8 @@ def cached(tokens: np.ndarray) -> kvtier.Cache:
     """Return a cache that has every chunk of the prompt; a small part each, for the memory."""
     geometry = kvtier.Geometry((kvtier.Component(layers=1, heads=1, head_size=8),))
     cache = kvtier.open("dram:16MiB", namespace=kvtier.Namespace("bench", geometry))
-    parts: list[Part] = [part for chunk in cache.prefix(tokens).parts(0) for part in chunk]
-    for part, slot in zip(parts, cache._catalog.reserve(parts), strict=True):  # noqa: SLF001
+    taken, _ = cache._catalog.reserve(cache.prefix(tokens).parts(0))  # noqa: SLF001
+    for part, slot in taken:
         cache._catalog.commit(part.name, slot, bytes(16))  # noqa: SLF001
     return cache
 

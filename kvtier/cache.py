@@ -24,6 +24,7 @@ from kvtier.errors import ConfigError, MisuseError
 from kvtier.flow import Moves, Saved
 from kvtier.identity.keys import TokenIds
 from kvtier.identity.namespace import Namespace, Request
+from kvtier.identity.record import split_record_id
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 from kvtier.opening import index_tiers, open_tiers
@@ -209,33 +210,29 @@ class Cache:
         """Plan the copy of computed chunks into slots; None when there is nothing to save.
 
         prefix: of accepted, computed tokens; block_ids: the request's block table from token 0.
-        first: chunks before it are known to be stored. Where no slot is free, the rest of the
-        request stays unsaved, so that there are no holes.
+        first: chunks before it are known to be stored. Of a chunk that lost some of its parts
+        the others are saved. Where no slot is free, the rest of the request stays unsaved, so
+        that there are no holes. Memory only; every plan must be settled with ``settle``.
+        Raises MisuseError when the block table is shorter than the chunks.
         """
         self._check()
-        flat = [part for chunk in prefix.parts(first) for part in chunk]
-        width = len(self._namer.names)
-        known = self._catalog.absent(flat) // width
-        wanted = flat[known * width :]
-        if not wanted:
-            return None
-        slots = self._catalog.reserve(wanted)
-        taken = list(zip(wanted, slots, strict=False))
-        whole = len(taken) // width * width
-        for part, slot in taken[whole:]:
-            self._catalog.abort(part.name, slot)
-        if whole < len(wanted):
-            reason = "exists" if self._catalog.absent([wanted[whole]]) else "busy"
-            self.metrics.add("dropped_saves", (len(wanted) - whole) // width, reason=reason)
-        if not whole:
+        per_chunk = self._chunk // self._block
+        if len(block_ids) < len(prefix.names) * per_chunk:
+            raise MisuseError(
+                f"{len(block_ids)} blocks do not hold {len(prefix.names)} chunks of {per_chunk}"
+            )
+        taken, refused = self._catalog.reserve(prefix.parts(first))
+        if refused:
+            self.metrics.add("dropped_saves", refused, reason="busy")
+        if not taken:
             return None
         parts: list[PlanPart] = []
-        per_chunk = self._chunk // self._block
-        for index in range(whole // width):
-            at = (first + known + index) * per_chunk
-            chunk = tuple(slot for _, slot in taken[index * width : (index + 1) * width])
-            parts += self._plan_parts(chunk, 0, block_ids[at : at + per_chunk])
-        return self._new_plan("save", parts, taken[:whole])
+        for part, slot in taken:
+            name = split_record_id(part.name)[1]
+            at = part.depth * per_chunk
+            blocks = tuple(block_ids[at : at + per_chunk])
+            parts.append(PlanPart(*slot, *name, first_token=0, blocks=blocks))
+        return self._new_plan("save", parts, taken)
 
     def settle(self, plan: CopyPlan, result: CopyResult) -> None:
         """Report that a plan's copies have ended everywhere. Memory only.

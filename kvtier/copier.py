@@ -66,21 +66,13 @@ class Pages:
             raise ProtocolError("the plan belongs to another arena")
         copies = [copy for part in plan.parts if (copy := self._copy(part))]
         blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
-        tokens = self._tokens(plan.parts)
+        tokens = len(blocks) * self._block_tokens
         if plan.kind == "save":
             fence = self._device.gather(self._device.stream("store"), copies, after)
             return CopyTransfer((fence,), tokens, blocks)
         stream = self._device.stream("load")
         groups = self._device.scatter(stream, copies, after, _LOAD_GROUPS)
         return CopyTransfer(groups, tokens, blocks)
-
-    def _tokens(self, parts: Sequence[PlanPart]) -> int:
-        """Count the plan's tokens; each is in every component, and counts once."""
-        return self._block_tokens * sum(
-            len(part.blocks)
-            for part in parts
-            if (part.component, part.shard) == (parts[0].component, parts[0].shard)
-        )
 
     def _copy(self, part: PlanPart) -> Copy | None:
         """Check a part and return its copy; None for the part of another rank's shard."""
@@ -101,8 +93,10 @@ class Pages:
             raise ProtocolError("the plan's tokens do not fit its chunk")
         if part.offset + part.nbytes > self._arena.memory.size:  # none, once it is closed
             raise ProtocolError("the plan's slot lies outside the arena")
-        if part.blocks and max(part.blocks) >= count:
-            raise ProtocolError(f"the plan names block {max(part.blocks)} of {count}")
+        if part.blocks and not 0 <= min(part.blocks) <= max(part.blocks) < count:
+            raise ProtocolError(
+                f"the plan names blocks {min(part.blocks)} to {max(part.blocks)} of {count}"
+            )
         memory = self._arena.memory[part.offset : part.offset + raw]
         slot = memory.reshape(planes, chunk_blocks, block_bytes)
         return Copy(pages, part.blocks, slot[:, first : first + len(part.blocks)])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 from kvtier.catalog.index import DRAM, NO_ROW
@@ -83,15 +83,6 @@ class Catalog:
             self._room.touch(rows)
             return found
 
-    def absent(self, parts: Sequence[Part]) -> int:
-        """Return how many of the parts, from the first, exist or are being written."""
-        with self._lock:
-            index = self._index
-            for count, part in enumerate(parts):
-                if not self._room.known(index.find(part.name)):
-                    return count
-            return len(parts)
-
     # ---- leases
 
     def lease(
@@ -144,31 +135,48 @@ class Catalog:
 
     # ---- reserve, commit, abort
 
-    def reserve(self, parts: Sequence[Part]) -> list[Slot]:
-        """Hand out slots for parts that exist nowhere yet, in order, evicting leaves.
+    def reserve(self, chunks: Sequence[Sequence[Part]]) -> tuple[list[tuple[Part, Slot]], int]:
+        """Hand out slots for the parts of chunks that exist nowhere yet, evicting leaves.
 
-        Stops at the first part that exists, is being written, whose parent is not, or for which
-        nothing can be evicted; its own ancestors are not.
+        A part that exists or is being written needs none: a chunk of which some parts have left
+        gets the others. Stops at the first chunk of which a part's parent is nowhere, or for
+        which not enough can be evicted; ancestors and the chunks' own parts are not.
+        Returns the parts with their slots, and how many chunks stay incomplete.
         """
         with self._lock:
             self._leases.expire()
-            kept = self._room.hold_names(part.parent for part in parts if part.parent)
-            slots: list[Slot] = []
-            victims = self._room.victims(DRAM)
-            for part in parts:
-                if self._room.known(self._index.find(part.name)):
+            room, find = self._room, self._index.find
+            lacking = [c for c in chunks if not all(room.known(find(part.name)) for part in c)]
+            needed = (name for chunk in lacking for part in chunk for name in part[:2] if name)
+            kept = room.hold_names(needed)
+            victims = room.victims(DRAM)
+            taken: list[tuple[Part, Slot]] = []
+            count = 0
+            for chunk in lacking:
+                parts = [part for part in chunk if not room.known(find(part.name))]
+                slots = self._reserve(parts, victims)
+                if len(slots) < len(parts):
                     break
-                above = self._index.find(part.parent) if part.parent else NO_ROW
-                if part.parent and not self._room.known(above):
-                    break
-                slot = self._room.slot_for(part.nbytes, above, victims)
-                if slot is None:
-                    break
-                row = self._index.ensure(part.name, part.parent, part.depth, part.nbytes)
-                self._room.take(row, slot)
-                slots.append(slot)
-            self._room.unhold(kept)
-            return slots
+                taken += zip(parts, slots, strict=True)
+                count += 1
+            room.unhold(kept)
+            return taken, len(lacking) - count
+
+    def _reserve(self, parts: Sequence[Part], victims: Iterator[int]) -> list[Slot]:
+        """Reserve all of some parts of one chunk, or none."""
+        rows: list[int] = []
+        for part in parts:
+            above = self._index.find(part.parent) if part.parent else NO_ROW
+            known = part.parent is None or self._room.known(above)
+            slot = self._room.slot_for(part.nbytes, above, victims) if known else None
+            if slot is None:
+                for row in rows:
+                    self._room.abort(row)
+                return []
+            row = self._index.ensure(part.name, part.parent, part.depth, part.nbytes)
+            self._room.take(row, slot)
+            rows.append(row)
+        return [self._index.slot(row) for row in rows]
 
     def commit(self, name: RecordId, slot: Slot, raw_sum: bytes) -> bool:
         """Publish a reserved part whose bytes are whole.

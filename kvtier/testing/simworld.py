@@ -277,7 +277,7 @@ class World:
             self.after("plan_save")
             if plan is None:
                 continue
-            self.saved_chunks += len(plan.parts) // len(self._namer.names)
+            self.saved_chunks += len({part.blocks for part in plan.parts})
             good = rng.random() > 0.1
             copy = self._start_copy(self._copy_in(rng, plan, prefix, good=good))
             if rng.random() < 0.5:

@@ -8,7 +8,7 @@ from typing import Final
 from kvtier.catalog.catalog import Catalog, Part, Shelf
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import RecordId, record_id
-from kvtier.memory.arena import Arena
+from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 from kvtier.policies.lru import Lru
 
@@ -42,9 +42,12 @@ class SmallCatalog:
 
     def save(self, parts: Sequence[Part]) -> int:
         """Save parts as an engine would; return how many were kept."""
-        slots = self.catalog.reserve(parts)
-        taken = zip(parts, slots, strict=False)
+        taken, _ = self.catalog.reserve([[part] for part in parts])
         return sum(self.catalog.commit(part.name, slot, SUM) for part, slot in taken)
+
+    def reserve(self, parts: Sequence[Part]) -> list[Slot]:
+        """Reserve one-part chunks; return the slots of those that were not there."""
+        return [slot for _, slot in self.catalog.reserve([[part] for part in parts])[0]]
 
     def found(self, parts: Sequence[Part]) -> list[int]:
         """Match one-part chunks; return the tier of each."""

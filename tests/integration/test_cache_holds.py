@@ -13,7 +13,7 @@ import pytest
 import kvtier
 from kvtier.copyplan import CopyPlan
 from kvtier.device.cpu import CpuDevice
-from kvtier.errors import ConfigError, MisuseError
+from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.testing.toy import (
     NAMESPACE,
     dram,
@@ -187,6 +187,21 @@ def test_loading_more_than_was_leased_is_misuse(toy):
     lease.release()
 
 
+def test_a_block_table_that_is_too_short_is_misuse(toy):
+    """Or the rest of a slot would be stored as it happens to be, under the chunk's name."""
+    with pytest.raises(MisuseError, match="15 blocks do not hold 4 chunks"):
+        toy.cache.plan_save(toy.cache.prefix(prompt(257)), list(range(15)))
+    assert toy.cache._arena.slots_in_use == 0
+
+
+def test_a_block_before_the_first_is_refused(toy):
+    plan = toy.cache.plan_save(toy.cache.prefix(prompt(65)), [0, 1, -1, 3])
+    pages = toy.cache.bind(toy.kv, toy.device)
+    with pytest.raises(ProtocolError, match="blocks -1 to 3 of 256"):
+        pages.execute(plan, after=())
+    toy.cache.settle(plan, CopyResult(CopyStatus.FAILED))
+
+
 def test_after_close_every_call_says_so(toy):
     toy.cache.close()
     with pytest.raises(MisuseError, match="closed"):
@@ -234,7 +249,7 @@ def test_blocks_of_another_shape_are_refused(toy):
 
 
 def test_each_rank_copies_its_own_shard_only():
-    """P7: two ranks fill one chunk; both load what each saved."""
+    """P7: two ranks fill one chunk; both load what each saved, and save anew what one lost."""
     tokens = prompt(257)
     cache = kvtier.open("dram:1MiB", namespace=NAMESPACE, shards=2)
     device = CpuDevice()
@@ -256,5 +271,16 @@ def test_each_rank_copies_its_own_shard_only():
     cache.settle(plan, results[0])
     for rank in (0, 1):
         assert np.array_equal(kv[rank][:, :, :16], kv[rank][:, :, 32:48])
+
+    lost = cache._catalog._index.find(match.prefix.names[3][1])
+    cache._catalog.lost(lost, 0)
+    assert cache.match(tokens).tokens == 192
+    plan = cache.plan_save(cache.prefix(tokens), list(range(16)))
+    assert [(part.shard, part.blocks) for part in plan.parts] == [(1, (12, 13, 14, 15))]
+    results = [rank.execute(plan, after=()).result(5) for rank in ranks]
+    assert results == [CopyResult(CopyStatus.OK, 64)] * 2
+    cache.settle(plan, results[0])
+    cache.flush(timeout=5)
+    assert cache.match(tokens).tokens == 256
     cache.close()
     device.close()

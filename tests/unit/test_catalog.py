@@ -26,7 +26,7 @@ def small():
 
 def test_a_reserved_part_is_invisible_until_it_is_committed(small):
     parts = chain(1)
-    (slot,) = small.catalog.reserve(parts)
+    (slot,) = small.reserve(parts)
     assert small.found(parts) == []
     assert small.catalog.lease(0, names(parts), 1.0) is None
     assert small.catalog.commit(parts[0].name, slot, SUM)
@@ -35,14 +35,14 @@ def test_a_reserved_part_is_invisible_until_it_is_committed(small):
 
 def test_what_is_reserved_is_not_reserved_twice(small):
     parts = chain(2)
-    assert len(small.catalog.reserve(parts[:1])) == 1
-    assert small.catalog.reserve(parts[:1]) == []
-    assert small.catalog.absent(parts) == 1
+    assert len(small.reserve(parts[:1])) == 1
+    assert small.reserve(parts[:1]) == []
+    assert [small.catalog.gone(part.name) for part in parts] == [False, True]
 
 
 def test_an_aborted_part_leaves_no_trace(small):
     parts = chain(3)
-    for part, slot in zip(parts, small.catalog.reserve(parts), strict=True):
+    for part, slot in zip(parts, small.reserve(parts), strict=True):
         small.catalog.abort(part.name, slot)
     assert small.arena.slots_in_use == 0
     assert len(small.catalog._index) == 0
@@ -51,7 +51,7 @@ def test_an_aborted_part_leaves_no_trace(small):
 
 def test_committing_what_was_not_reserved_is_misuse(small):
     parts = chain(2)
-    (slot,) = small.catalog.reserve(parts[:1])
+    (slot,) = small.reserve(parts[:1])
     with pytest.raises(MisuseError):
         small.catalog.commit(parts[1].name, slot, SUM)
     small.catalog.commit(parts[0].name, slot, SUM)
@@ -61,12 +61,12 @@ def test_committing_what_was_not_reserved_is_misuse(small):
 
 
 def test_a_chunk_whose_parent_is_nowhere_is_not_reserved(small):
-    assert small.catalog.reserve(chain(3, start=1)) == []
+    assert small.reserve(chain(3, start=1)) == []
 
 
 def test_a_child_whose_parent_failed_is_not_published(small):
     parts = chain(2)
-    slots = small.catalog.reserve(parts)
+    slots = small.reserve(parts)
     small.catalog.abort(parts[0].name, slots[0])
     assert not small.catalog.commit(parts[1].name, slots[1], SUM)
     assert small.arena.slots_in_use == 0
@@ -76,7 +76,7 @@ def test_a_child_whose_parent_failed_is_not_published(small):
 def test_without_the_parent_check_a_headless_tail_is_published(small, monkeypatch):
     """The twin: what the check in `commit` is for."""
     parts = chain(2)
-    slots = small.catalog.reserve(parts)
+    slots = small.reserve(parts)
     small.catalog.abort(parts[0].name, slots[0])
     row = small.rows(parts)[1]
     monkeypatch.setitem(small.catalog._index.__dict__, "parent", [NO_ROW] * (row + 1))
@@ -279,6 +279,46 @@ def test_a_chunk_is_there_only_when_all_its_parts_are():
     lost = fixture.catalog._index.find(chunks[2][1])
     fixture.catalog.lost(lost, LMDB)
     assert fixture.catalog.match(chunks) == [LMDB] * 2
+    fixture.close()
+
+
+def shards(count: int, depths: int) -> list[list[Part]]:
+    ranks = [PartName(0, shard, count) for shard in range(count)]
+    chunks: list[list[Part]] = []
+    for depth in range(depths):
+        names = [record_id(bytes([depth]) * 32, rank) for rank in ranks]
+        above = [part.name for part in chunks[-1]] if chunks else [None] * count
+        chunks.append([Part(*both, depth, PART_BYTES) for both in zip(names, above, strict=True)])
+    return chunks
+
+
+def test_a_chunk_that_lost_a_part_gets_that_part_again():
+    """Otherwise it is neither loadable nor savable, for as long as the other part stays."""
+    fixture = SmallCatalog(6)
+    chunks = shards(2, 3)
+    for part, slot in fixture.catalog.reserve(chunks)[0]:
+        fixture.catalog.commit(part.name, slot, SUM)
+    fixture.save(chain(1, seed=9))  # room for it is made of one part of the last chunk
+    assert len(fixture.catalog.match([[p.name for p in chunk] for chunk in chunks])) == 2
+    taken, refused = fixture.catalog.reserve(chunks)
+    assert refused == 0
+    assert [part.depth for part, _ in taken] == [2]
+    for part, slot in taken:
+        assert fixture.catalog.commit(part.name, slot, SUM)
+    assert len(fixture.catalog.match([[p.name for p in chunk] for chunk in chunks])) == 3
+    fixture.close()
+
+
+def test_a_chunk_that_does_not_fit_wholly_is_not_reserved_in_part():
+    fixture = SmallCatalog(5)
+    chunks = shards(2, 4)
+    taken, refused = fixture.catalog.reserve(chunks)
+    assert [part.depth for part, _ in taken] == [0, 0, 1, 1]
+    assert refused == 2
+    assert fixture.arena.slots_in_use == 4
+    for part, slot in taken:
+        fixture.catalog.abort(part.name, slot)
+    assert len(fixture.catalog._index) == 0
     fixture.close()
 
 
