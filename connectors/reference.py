@@ -19,10 +19,10 @@ from kvtier.connectors import base
 from kvtier.connectors.base import MISS, PENDING, Loaded, Update
 from kvtier.copyplan import CopyPlan
 from kvtier.device.base import Device
-from kvtier.errors import ConfigError, MisuseError
+from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.namespace import Request
 from kvtier.prefix import Prefix
-from kvtier.transfer import CopyStatus, CopyTransfer, FetchTransfer
+from kvtier.transfer import CopyResult, CopyStatus, CopyTransfer, FetchTransfer
 
 __all__ = ["ReferenceConnector"]
 
@@ -88,6 +88,8 @@ class ReferenceConnector:
             state.lease, state.fetch = state.fetch.result(0), None
             if state.lease is None:
                 return MISS
+        if state.lease is not None and not state.lease.held:
+            state.lease = None  # the engine asks again too late: match anew
         if state.lease is not None:
             if state.lease.first <= first:
                 return self._offer(state)
@@ -119,7 +121,7 @@ class ReferenceConnector:
         if plan is None:
             self._late[request_id] = None  # too late: reported as a load of nothing
             return
-        transfer = self._pages.execute(plan, after=(self._device.host_fence(),))
+        transfer = self._execute(plan)
         copying = _Copying(request_id, plan, transfer, lease, state.match, state.computed)
         self._copying.append(copying)
 
@@ -172,7 +174,7 @@ class ReferenceConnector:
         plan = self._cache.plan_save(computed, block_ids, first=state.saved_chunks)
         state.saved_chunks = chunks
         if plan is not None:
-            transfer = self._pages.execute(plan, after=(self._device.host_fence(),))
+            transfer = self._execute(plan)
             self._copying.append(_Copying(request_id, plan, transfer))
 
     def finish(self, request_id: str) -> bool:
@@ -198,6 +200,14 @@ class ReferenceConnector:
             result = copying.transfer.result(_CLOSE_SECONDS)
             if result.status is not CopyStatus.TIMEOUT:
                 self._cache.settle(copying.plan, result)
+
+    def _execute(self, plan: CopyPlan) -> CopyTransfer:
+        """Enqueue a plan's copies. Raises ProtocolError for one that does not fit the blocks."""
+        try:
+            return self._pages.execute(plan, after=(self._device.host_fence(),))
+        except ProtocolError as error:  # nothing was enqueued, so its slots are free again
+            self._cache.settle(plan, CopyResult(CopyStatus.FAILED, cause=str(error)))
+            raise
 
     def _offer(self, state: _State) -> base.Match:
         """Say how many tokens the lease gives beyond the computed ones."""

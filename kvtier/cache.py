@@ -6,6 +6,7 @@ the flow loop and return a handle, or wait for it where they say so.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -85,14 +86,21 @@ class Cache:
         self._plan_lock = threading.Lock()
         self._plans: dict[int, Issued] = {}
         self._plan_id = 0
+        self._closing = False
         self._closed = False
         self._arena = Arena(config.dram, self._namer.nbytes)
         self._arena_id = os.fstat(self._arena.fd).st_ino
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._arena.close)
+            undo.callback(self._flow.close)
             self._tiers = open_tiers(config, self._flow, self.metrics, clock)
-        except BaseException:
-            self._arena.close()
-            raise
+            for tier in self._tiers.values():
+                undo.callback(tier.close)
+            self._start(config, clock)
+            undo.pop_all()
+
+    def _start(self, config: Config, clock: Clock) -> None:
+        """Index what the tiers have, and start what runs in the background. Blocks."""
         shelves = [Shelf("dram", Lru(), config.dram)] + [
             Shelf(tier.name, Lru(), setting.capacity)
             for tier, setting in zip(self._tiers.values(), config.tiers, strict=True)
@@ -103,12 +111,13 @@ class Cache:
             self._catalog,
             self._arena,
             self._tiers,
-            namespace.digest,
+            self.namespace.digest,
             self._flow,
             clock,
             self.metrics,
         )
-        index_tiers(self._catalog, self._tiers)
+        sizes = dict(zip(self._namer.names, self._namer.nbytes, strict=True))
+        index_tiers(self._catalog, self._tiers, sizes)
         self._reaper = self._flow.spawn(self._moves.reap())
 
     # ---- match
@@ -238,9 +247,11 @@ class Cache:
         """Report that a plan's copies have ended everywhere. Memory only.
 
         A load's slots are let go; a save's parts are sealed, committed and written down, in the
-        background. A result that timed out does not settle anything: MisuseError.
+        background, unless the cache was closed meanwhile. Raises MisuseError for a plan that is
+        not this cache's or was settled before, and for a result that timed out, which does not
+        settle anything.
         """
-        self._check()
+        self._check_process()
         if result.status is CopyStatus.TIMEOUT:
             raise MisuseError("a copy that has not ended cannot be settled")
         issued = self._plans.pop(plan.id, None)
@@ -276,7 +287,11 @@ class Cache:
     # ---- life
 
     def clear(self, tier: str, *, timeout: float = _CLOSE_SECONDS) -> None:
-        """Take everything that nobody holds out of a tier. Blocks."""
+        """Take everything that nobody holds out of a tier. Blocks.
+
+        Raises ConfigError for a tier that this cache has not, and TimeoutError after `timeout`
+        seconds; it goes on in the background then.
+        """
         self._check()
         if tier not in self._numbers:
             raise ConfigError(f"no tier {tier!r}; this cache has {', '.join(self._numbers)}")
@@ -292,22 +307,32 @@ class Cache:
         return True
 
     def figures(self) -> dict[str, float]:
-        """Return all metrics, gauges brought up to date."""
+        """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""
+        self._check_process()
         self._catalog.figures()
         return self.metrics.snapshot()
 
     def close(self) -> None:
-        """Write down what waits, bounded, and end all threads. Idempotent. Blocks."""
-        if self._closed or os.getpid() != self._pid:
+        """Write down what waits, bounded, and end all threads. Idempotent. Blocks.
+
+        Copies in flight may go on: their slots' memory stays mapped until the last has ended.
+        """
+        if os.getpid() != self._pid:
             return
-        self.flush(timeout=_CLOSE_SECONDS)
-        self._closed = True
-        self._reaper.cancel()
-        self._moves.close()
-        for tier in self._tiers.values():
-            tier.close()
-        self._flow.close()
-        self._arena.close()
+        with self._plan_lock:
+            if self._closing:
+                return
+            self._closing = True
+        try:
+            self.flush(timeout=_CLOSE_SECONDS)
+        finally:
+            self._closed = True
+            self._reaper.cancel()
+            self._moves.close()
+            for tier in self._tiers.values():
+                tier.close()
+            self._flow.close()
+            self._arena.close()
 
     def __enter__(self) -> Self:
         """Return the cache."""
@@ -327,6 +352,9 @@ class Cache:
     def _check(self) -> None:
         if self._closed:
             raise MisuseError("this cache is closed")
+        self._check_process()
+
+    def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise MisuseError("a cache does not cross fork; open one in the child")
 

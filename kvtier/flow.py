@@ -6,6 +6,7 @@ Each multi-step move is one coroutine that reads from top to bottom.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from kvtier.catalog.probe import Probe, search
 from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
 from kvtier.clock import Clock
+from kvtier.errors import MisuseError
+from kvtier.events import Reporter
 from kvtier.identity.record import RecordId, checksum, split_record_id
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
@@ -68,6 +71,7 @@ class Moves:
         }
         self._shared = {n: t for n, t in tiers.items() if t.store.capabilities.shared}
         self._clock = clock
+        self._report = Reporter(clock)
         self._probe = Probe(clock)
         self._asking: set[asyncio.Task[int]] = set()
         self._hashing = IoPool("hash", _HASH_THREADS)
@@ -77,9 +81,13 @@ class Moves:
     # ---- save
 
     def saved(self, saved: list[Saved]) -> None:
-        """Take parts whose copies have ended, in order. Never blocks; from any thread."""
+        """Take parts whose copies have ended, in order. Never blocks; from any thread.
+
+        Once the flow is closed nothing is published any more: the slots go with the arena.
+        """
         self._saved.append(saved)
-        self._flow.spawn(self._publish()).add_done_callback(_tell)
+        with contextlib.suppress(MisuseError):
+            self._flow.spawn(self._publish()).add_done_callback(_tell)
 
     async def _publish(self) -> None:
         """Seal and commit parts, then offer them to the slower tiers.
@@ -103,7 +111,12 @@ class Moves:
             self._catalog.abort(name, slot)
             return "copy"
         data = self._arena.view(slot.offset, one.part.nbytes)
-        raw_sum = await self._flow.io(self._hashing, checksum, data)
+        try:
+            raw_sum = await self._flow.io(self._hashing, checksum, data)
+        except Exception as error:  # noqa: BLE001  (no memory, no thread: the slot must come back)
+            self._report.warn("save", f"{type(error).__name__}: {error}")
+            self._catalog.abort(name, slot)
+            return "failed"
         return "" if self._catalog.commit(name, slot, raw_sum) else "orphan"
 
     def _count(self, parts: Sequence[Saved], fates: Sequence[str]) -> None:
@@ -184,7 +197,7 @@ class Moves:
             found = await search(len(parts), ask)
             for chunk in parts[:found]:
                 for part in chunk:
-                    self._catalog.stored(part, number, tier.store.footprint(part.nbytes))
+                    self._catalog.stored(part, number, tier.footprint(part.nbytes))
             if found:
                 return found
         self._probe.missing(parts[0][0].name)
@@ -212,6 +225,6 @@ class Moves:
 
 
 def _tell(done: Future[None]) -> None:
-    """Log what nobody waits for: slots of a publish that fails are not given back."""
+    """Log what nobody waits for: a publish that fails is a defect."""
     if not done.cancelled() and (error := done.exception()) is not None:
         _log.error("saved chunks could not be published", exc_info=error)

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from kvtier.catalog.catalog import Catalog, Part
 from kvtier.clock import Clock
 from kvtier.config import Config, load_store, store_types
+from kvtier.errors import ConfigError
+from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import record_id
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow
@@ -37,17 +39,26 @@ def open_tiers(config: Config, flow: Flow, metrics: Metrics, clock: Clock) -> di
     return tiers
 
 
-def index_tiers(catalog: Catalog, tiers: Mapping[int, Tier]) -> None:
+def index_tiers(catalog: Catalog, tiers: Mapping[int, Tier], sizes: Mapping[PartName, int]) -> None:
     """Index what the tiers of this host hold, before anything is served. Blocks.
 
     Records of other namespaces count against the budget and may be evicted, and are never
     matched. A shared tier is not listed: it is asked, prompt by prompt.
+    sizes: raw bytes of each of this namespace's parts, whatever a record says of itself.
+    Raises ConfigError when a tier cannot be listed: what is not counted would exceed its budget.
     """
     for number, tier in tiers.items():
         capabilities = tier.store.capabilities
         if capabilities.shared or not capabilities.durable:
             continue
-        for header in tier.store.scan():
-            parent = record_id(header.parent, header.part) if header.depth else None
-            part = Part(header.id, parent, header.depth, header.raw_bytes)
-            catalog.stored(part, number, tier.store.footprint(header.stored_bytes))
+        try:
+            for header in tier.store.scan():
+                parent = record_id(header.parent, header.part) if header.depth else None
+                nbytes = sizes.get(header.part, header.raw_bytes)
+                part = Part(header.id, parent, header.depth, nbytes)
+                catalog.stored(part, number, tier.footprint(header.stored_bytes))
+        except Exception as error:
+            raise ConfigError(
+                f"the records of tier {tier.name!r} cannot be listed "
+                f"({type(error).__name__}: {error}); repair its medium, or open without it"
+            ) from error

@@ -7,6 +7,7 @@ however long its waiters wait: they time out, and the slot follows when the call
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -21,6 +22,7 @@ from kvtier.tiers.tier import Tier, Wanted
 
 __all__ = ["Fetcher"]
 
+_log = logging.getLogger("kvtier")
 _CALL_BYTES: Final = 4 << 20  # small parts go together, large ones each to a thread of its own
 
 
@@ -100,9 +102,19 @@ class Fetcher:
         task.add_done_callback(lambda _: self._tasks.pop(serial))
 
     async def _read(self, rows: list[int]) -> None:
+        """Read rows, and end each one's reading, whatever happens."""
+        try:
+            await self._read_each(rows)
+        except Exception:  # noqa: BLE001  (a defect must not keep slots)
+            _log.exception("a read failed; it counts as a miss")
+        for row in rows:
+            if row in self._reading:
+                self._end(row, NO_ROW, None)
+
+    async def _read_each(self, rows: list[int]) -> None:
         """Read rows from the fastest tier that has them; what fails there, from the next."""
-        left = rows
         for number, tier in sorted(self._tiers.items()):
+            left = [row for row in rows if row in self._reading]
             here = [row for row in left if number in self._catalog.tiers_of(row)]
             wanted = []
             for row in here:
@@ -113,12 +125,9 @@ class Fetcher:
             for row, one, outcome in zip(here, wanted, outcomes, strict=True):
                 if outcome.status is Status.OK:
                     self._end(row, number, outcome.raw_sum)
-                    left = [other for other in left if other != row]
                 elif outcome.status is not Status.FAILED:  # it will not be there next time either
                     self._catalog.lost(row, number)
-                    self._strays[number].note(one.id, tier.store.footprint(one.raw_bytes))
-        for row in left:
-            self._end(row, NO_ROW, None)
+                    self._strays[number].note(one.id, tier.footprint(one.raw_bytes))
 
     def _end(self, row: int, tier: int, raw_sum: bytes | None) -> None:
         self._catalog.fetched(row, raw_sum)

@@ -52,18 +52,22 @@ class Index:
         return self.rows.get(name, NO_ROW)
 
     def ensure(self, name: RecordId, parent: RecordId | None, depth: int, raw_bytes: int) -> int:
-        """Return the row of a part, made if need be, with a row for its parent above it."""
+        """Return the row of a part, made if need be, with a row for its parent above it.
+
+        A parent is always one less deep, and depths never change: whatever the records of a
+        tier say of themselves, no chain of parents leads back to where it began.
+        """
         row = self.rows.get(name, NO_ROW)
         if row == NO_ROW:
-            row = self._make(name)
-        if parent is not None and self.parent[row] == NO_ROW:
+            row = self._make(name, depth)
+        linked = self.parent[row] != NO_ROW or self.present[row]
+        if parent is not None and not linked and self.depth[row] == depth:
             above = self.rows.get(parent, NO_ROW)
             if above == NO_ROW:
-                above = self._make(parent)
-                self.depth[above] = depth - 1
-            self.parent[row] = above
-            self.links[above] += 1
-        self.depth[row] = depth
+                above = self._make(parent, depth - 1)
+            if self.depth[above] == depth - 1:
+                self.parent[row] = above
+                self.links[above] += 1
         self.raw_bytes[row] = raw_bytes
         return row
 
@@ -136,7 +140,7 @@ class Index:
                 self.links[above] -= 1
             row = above
 
-    def _make(self, name: RecordId) -> int:
+    def _make(self, name: RecordId, depth: int) -> int:
         if self._free:
             row = self._free.pop()
             self.names[row] = name
@@ -152,4 +156,5 @@ class Index:
                 column.append(0)
             self.parent.append(NO_ROW)
         self.rows[name] = row
+        self.depth[row] = depth
         return row

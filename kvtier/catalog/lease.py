@@ -68,6 +68,11 @@ class Lease:
         """How many chunks are held."""
         return len(self.rows)
 
+    @property
+    def held(self) -> bool:
+        """Whether it has neither been released nor found past its deadline."""
+        return self.state is LeaseState.HELD
+
     def release(self) -> None:
         """End the lease. A no-op after its deadline; MisuseError when released twice."""
         if self.state is LeaseState.RELEASED:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import bisect
 import itertools
+import logging
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -25,6 +26,7 @@ from kvtier.tiers.tier import Tier
 
 __all__ = ["Spiller"]
 
+_log = logging.getLogger("kvtier")
 _NO_PARENT: Final = bytes(KEY_BYTES)
 _BATCH_BYTES: Final = 64 << 20
 _FULL_TRIES: Final = 8
@@ -146,6 +148,11 @@ class Spiller:
                 try:
                     async with self._strays.changing:
                         await self._write(jobs)
+                except Exception:  # noqa: BLE001  (a defect must not keep slots)
+                    _log.exception("%s: parts are not written down", self._tier.name)
+                    self._metrics.add(
+                        "dropped_spills", len(jobs), tier=self._tier.name, reason="failed"
+                    )
                 finally:
                     for job in jobs:
                         self._queued_bytes -= job.part.nbytes
@@ -166,7 +173,7 @@ class Spiller:
 
     async def _write(self, jobs: list[_Job]) -> None:
         """Write jobs, making room as the tier asks for it; what still fails is dropped."""
-        footprint = self._tier.store.footprint
+        footprint = self._tier.footprint
         room = sum(footprint(job.part.nbytes) for job in jobs)
         extra = 0
         for _ in range(_FULL_TRIES):
@@ -186,7 +193,7 @@ class Spiller:
         """Return how many parts to evict at a time: each lot costs a durable Store a commit."""
         capacity = self._catalog.capacity(self._number)
         lot = _BATCH_BYTES if capacity is None else min(_BATCH_BYTES, capacity // 32)
-        return lot // self._tier.store.footprint(job.part.nbytes)
+        return lot // self._tier.footprint(job.part.nbytes)
 
     def _fitting(self, jobs: list[_Job]) -> list[_Job]:
         """Return the jobs, ancestors first, that the budget has room for; drop the others."""
@@ -194,7 +201,7 @@ class Spiller:
         if spare is None:
             return jobs
         spare -= self._strays.nbytes
-        sizes = [self._tier.store.footprint(job.part.nbytes) for job in jobs]
+        sizes = [self._tier.footprint(job.part.nbytes) for job in jobs]
         count = bisect.bisect_right(list(itertools.accumulate(sizes)), spare)
         if count < len(jobs):
             dropped = len(jobs) - count
@@ -205,7 +212,7 @@ class Spiller:
         """Note a part's outcome; False when it should be tried again with more room."""
         if status is Status.FULL:
             return False
-        charged = self._tier.store.footprint(job.part.nbytes)
+        charged = self._tier.footprint(job.part.nbytes)
         if status is Status.OK:
             self._strays.forget(job.part.name)
             self._catalog.stored(job.part, self._number, charged)

@@ -79,6 +79,14 @@ class Tier:
         """Say whether calls pass at the moment."""
         return self._breaker.closed and not self._hung()
 
+    def footprint(self, nbytes: int) -> int:
+        """Return the bytes of the budget that a record takes; its payload if the Store fails."""
+        try:
+            return self.store.footprint(nbytes)
+        except Exception as error:  # noqa: BLE001  (a plug-in may raise anything; P2)
+            self._report.warn(self.name, f"footprint: {type(error).__name__}: {error}")
+            return nbytes
+
     async def read(self, wanted: Sequence[Wanted]) -> list[Fetched]:
         """Fill the buffers with verified bytes. A buffer is the call's until this returns."""
         failed = [Fetched(Status.FAILED)] * len(wanted)

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import kvtier
 from kvtier.copyplan import CopyPlan
 from kvtier.device.cpu import CpuDevice
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
+from kvtier.identity.record import checksum
 from kvtier.testing.toy import (
     NAMESPACE,
     dram,
@@ -62,6 +64,51 @@ def test_a_request_that_never_loads_frees_its_lease_when_it_ends(toy):
     for turn in range(200):
         assert toy.connector.match(f"r{turn}", tokens, 0).tokens == 256
         toy.connector.finish(f"r{turn}")
+    assert toy.cache.figures()["kvtier_leased_parts"] == 0
+
+
+def test_a_lease_that_ended_before_the_load_is_taken_anew(toy):
+    """A request may wait for blocks longer than a lease lasts; its bytes are there all the same."""
+    tokens = prompt(257)
+    toy.save("a", tokens[:256])
+    assert toy.connector.match("b", tokens, 0).tokens == 256
+    toy.connector._states["b"].lease.deadline = 0.0
+    toy.cache._catalog.expire()
+    assert toy.load("b", tokens)[1].tokens == 256
+
+
+def test_a_plan_that_does_not_fit_the_blocks_holds_nothing(toy):
+    tokens = prompt(257)
+    with pytest.raises(ProtocolError, match="of 256"):
+        toy.connector.save("a", tokens[:256], list(range(250, 266)))
+    toy.connector.finish("a")
+    toy.cache.flush(timeout=5)
+    assert toy.cache._arena.slots_in_use == 0
+    toy.save("b", tokens[:256])
+    assert toy.connector.match("c", tokens, 0).tokens == 256
+    with pytest.raises(ProtocolError, match="of 256"):
+        toy.connector.load("c", list(range(250, 266)))
+    toy.connector.finish("c")
+    assert toy.cache.figures()["kvtier_leased_parts"] == 0
+
+
+def test_a_part_that_cannot_be_sealed_gives_its_slot_back(toy, monkeypatch):
+    tokens = prompt(257)
+    left = [3]
+
+    def no_memory(data):
+        left[0] -= 1
+        if not left[0]:
+            raise MemoryError
+        return checksum(data)
+
+    monkeypatch.setattr("kvtier.flow.checksum", no_memory)
+    toy.save("a", tokens[:256])
+    assert toy.cache._arena.slots_in_use == 2
+    assert toy.cache.metrics.get("dropped_saves", reason="failed") == 1
+    assert toy.cache.metrics.get("dropped_saves", reason="orphan") == 1
+    toy.save("b", tokens[:256])
+    assert toy.load("c", tokens)[2]
     assert toy.cache.figures()["kvtier_leased_parts"] == 0
 
 
@@ -207,6 +254,37 @@ def test_after_close_every_call_says_so(toy):
     with pytest.raises(MisuseError, match="closed"):
         toy.cache.match(prompt(100))
     toy.cache.close()
+
+
+def test_an_engine_may_end_its_copies_after_the_cache_has_closed(toy):
+    tokens = prompt(257)
+    toy.save("a", tokens[:256])
+    gate = threading.Event()
+    for role in ("store", "load"):
+        toy.device.stream(role).enqueue(lambda: gate.wait(10))
+    toy.compute(prompt(129, 1), range(16))
+    assert toy.connector.match("c", tokens, 0).tokens == 256
+    toy.connector.load("c", list(range(128, 144)))
+    toy.connector.save("b", prompt(129, 1)[:128], list(range(8)))
+    toy.cache.close()
+    gate.set()
+    assert toy.until(lambda update: update.loaded).loaded[0].tokens == 256
+    toy.connector.close()
+    toy.cache.close()
+
+
+def test_threads_that_close_together_close_once(toy):
+    with ThreadPoolExecutor(8) as pool:
+        for closing in [pool.submit(toy.cache.close) for _ in range(8)]:
+            assert closing.result(30) is None
+
+
+def test_a_close_whose_flush_fails_still_closes(toy, monkeypatch):
+    monkeypatch.setattr(toy.cache, "flush", lambda timeout: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        toy.cache.close()
+    assert toy.cache._arena.fd == -1
+    assert not [one for one in threading.enumerate() if one.name == "kvtier-flow"]
 
 
 def test_a_child_process_cannot_use_its_parents_cache(toy):

@@ -333,6 +333,28 @@ def test_an_orphan_is_counted_and_served_again_when_its_parent_returns(small):
     assert small.found(parts) == [LMDB] * 3
 
 
+def test_parents_that_lie_never_form_a_ring(small):
+    """P10: records say of themselves whose children they are; a walk upward must end."""
+    first, second, third = chain(3)
+    for part, parent, depth in (
+        (first, second, 1),
+        (second, first, 2),
+        (third, third, 3),
+        (second, third, 0),
+        (first, third, 4),
+    ):
+        small.catalog.stored(part._replace(parent=parent.name, depth=depth), LMDB, 0)
+    index = small.catalog._index
+    for row in small.rows([first, second, third]):
+        above = [row]
+        while above[-1] != NO_ROW and len(above) < 9:
+            above.append(index.parent[above[-1]])
+        assert above[-1] == NO_ROW
+    while small.catalog.clear(LMDB):
+        pass
+    assert len(index) == index.orphans == 0
+
+
 def test_clearing_a_tier_takes_all_that_nobody_holds(small):
     parts = chain(4)
     small.save(parts)
