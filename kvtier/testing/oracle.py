@@ -209,7 +209,6 @@ class Oracle:
         self._expect(not self._leases(), "a lease is left")
         self._expect(not self.cache._plans, "a plan is left")
         self._expect(not moves._saved, "a save is left")
-        self._expect(not moves._saved, "a save is left")
         self._expect(not moves._fetcher._reading, "a read is left")
         self._expect(not moves._fetcher._tasks, "a reading task is left")
         for spiller in moves._spillers.values():

@@ -148,12 +148,17 @@ class Tier:
             return failed
         self._calls += 1
         serial = self._calls
-        task = asyncio.create_task(self._run(call, items, failed), name=f"{self.name}-{serial}")
-        self._running[serial] = self._clock()
+
+        def begun(items: list[A]) -> list[T]:
+            self._running[serial] = self._clock()  # now: it may have waited for a thread
+            return _guarded(call, items)
+
+        task = asyncio.create_task(self._run(begun, items, failed), name=f"{self.name}-{serial}")
         self._tasks[serial] = task
 
         def ended(_: object) -> None:
-            del self._running[serial], self._tasks[serial]
+            self._running.pop(serial, None)
+            del self._tasks[serial]
 
         task.add_done_callback(ended)
         return await asyncio.shield(task)
@@ -162,7 +167,7 @@ class Tier:
         self, call: Callable[[list[A]], list[T]], items: list[A], failed: list[T]
     ) -> list[T]:
         try:
-            out = await self._flow.io(self._pool, _guarded, call, items)
+            out = await self._flow.io(self._pool, call, items)
         except Exception as error:  # noqa: BLE001  (P2)
             self._metrics.add("tier_errors", tier=self.name)
             self._report.warn(self.name, str(error))

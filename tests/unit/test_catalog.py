@@ -333,6 +333,23 @@ def test_an_orphan_is_counted_and_served_again_when_its_parent_returns(small):
     assert small.found(parts) == [LMDB] * 3
 
 
+def test_orphans_do_not_outstay_what_is_used():
+    """Nobody can match them, so nothing touches them, and they grow old in their tier."""
+    fixture = SmallCatalog(4, capacity=4 * PART_BYTES)
+    parts = chain(4)
+    for part in parts:
+        fixture.catalog.stored(part, LMDB, PART_BYTES)
+    fixture.catalog.lost(fixture.rows(parts)[1], LMDB)
+    for seed in (1, 2, 3):
+        fixture.found(parts)
+        fixture.catalog.evict(LMDB, PART_BYTES)
+        (fresh,) = chain(1, seed)
+        fixture.catalog.stored(fresh, LMDB, PART_BYTES)
+    assert fixture.catalog._index.orphans == 0
+    assert fixture.found(parts) == [LMDB], "the head, which was used all the time, is there"
+    fixture.close()
+
+
 def test_parents_that_lie_never_form_a_ring(small):
     """P10: records say of themselves whose children they are; a walk upward must end."""
     first, second, third = chain(3)

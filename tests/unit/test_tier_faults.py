@@ -209,6 +209,32 @@ def test_when_every_call_hangs_the_tier_is_left_alone_and_says_so(bench, caplog)
     assert bench.do("write") is OK
 
 
+def test_calls_that_wait_for_a_thread_do_not_count_as_hung(bench):
+    """A slow tier with a long line of calls is busy: it answers, and must be asked further."""
+    gates = [threading.Semaphore(0), threading.Semaphore(0)]
+    arrived = threading.Semaphore(0)
+    turns = iter([gates[0]] * MemoryStore.THREADS + [gates[1]] * MemoryStore.THREADS)
+
+    def fault(verb: str) -> None:
+        gate = next(turns)
+        arrived.release()
+        gate.acquire(timeout=20)
+
+    bench.store.fault = fault
+    calls = [bench.start("contains") for _ in range(2 * MemoryStore.THREADS)]
+    for _ in range(MemoryStore.THREADS):
+        arrived.acquire(timeout=10)
+    bench.clock.now += HUNG_SECONDS + 1
+    assert not bench.tier.available
+    gates[0].release(MemoryStore.THREADS)
+    for _ in range(MemoryStore.THREADS):
+        arrived.acquire(timeout=10)
+    bench.settle()
+    assert bench.tier.available
+    gates[1].release(MemoryStore.THREADS)
+    assert [call.result(10) for call in calls] == [[ABSENT]] * len(calls)
+
+
 def test_a_cancelled_caller_does_not_hide_a_hung_call(bench):
     gate, arrived = hold(bench)
     for _ in range(MemoryStore.THREADS):
