@@ -17,7 +17,6 @@ What keeps a read exact or absent:
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,14 @@ from typing import ClassVar, Final, Self
 from kvtier.clock import Clock, monotonic
 from kvtier.errors import ConfigError, Corrupt, MisuseError, Unavailable, unknown
 from kvtier.identity.record import HEADER_BYTES, Header, RecordId
-from kvtier.storage_backends.slab import PAGE, SLOT_CHARGE, FileIO, Segment, stride_of
+from kvtier.storage_backends.slab import (
+    NO_ROOM,
+    PAGE,
+    SLOT_CHARGE,
+    FileIO,
+    Segment,
+    stride_of,
+)
 from kvtier.storage_backends.slab_directory import SlabDirectory, config_error
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_index import Entry
@@ -40,7 +46,6 @@ _DURABILITY: Final = ("none", "batch", "each")
 _BATCH_BYTES: Final = 64 << 20
 _BATCH_SECONDS: Final = 1.0
 _SCAN_STEP: Final = 512
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def _durability(text: str) -> str:
@@ -196,7 +201,7 @@ class LmdbSlabStore:
             return Status.OK, self._fill(*taken, header.id, head, data)
         except (OSError, Unavailable) as error:
             self._log.warn("a write failed", error)
-            full = isinstance(error, OSError) and error.errno in _NO_ROOM
+            full = isinstance(error, OSError) and error.errno in NO_ROOM
             return Status.FULL if full else Status.FAILED, None
 
     def _fill(

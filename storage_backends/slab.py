@@ -9,6 +9,7 @@ Nothing in this module locks. The store guards it.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -18,7 +19,19 @@ from typing import Final
 
 from kvtier.units import format_bytes
 
-__all__ = ["INDEX_FLOOR", "PAGE", "SLOT_CHARGE", "FileIO", "Segment", "Slabs", "stride_of"]
+__all__ = [
+    "INDEX_FLOOR",
+    "NO_ROOM",
+    "PAGE",
+    "SLOT_CHARGE",
+    "FileIO",
+    "Segment",
+    "Slabs",
+    "stride_of",
+]
+
+NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
+"""What the system says when a disk, or the user's share of it, is full."""
 
 PAGE: Final = 4096
 """Alignment of addresses, lengths and offsets: what O_DIRECT asks for on any common device."""

@@ -18,7 +18,7 @@ from typing import Final
 from kvtier.clock import Clock
 from kvtier.errors import Unavailable
 from kvtier.identity.record import RecordId
-from kvtier.storage_backends.slab import Segment
+from kvtier.storage_backends.slab import NO_ROOM, Segment
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_index import Entry
 from kvtier.storage_backends.slab_recovery import Recovered
@@ -85,6 +85,7 @@ class Ledger:
         self._committing = threading.Lock()
         self._pending = Batch()
         self._in_commit = Batch()
+        self._disk_full = False  # before the capacity is
 
     # ------------------------------------------------------------------------------------ reading
 
@@ -262,16 +263,25 @@ class Ledger:
             if segment is None:
                 return taken
             self._index.grow(self._slabs.index_for(segment))
-        self._files.create(segment)
+        try:
+            self._files.create(segment)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            # Slots that wait for a commit may still serve, and empty segments can go.
+            self._log.warn("the disk is full below the capacity", error)
+            self._disk_full = True
+            return None
+        self._disk_full = False
         with self._lock:
             self._slabs.add(segment)
             return self._slabs.take(stride)
 
     def _reclaim(self, stride: int) -> None:
-        """Remove empty segments until one of this stride can be made."""
+        """Remove empty segments until one of this stride can be made, on a full disk all."""
         with self._lock:
             for segment in self._slabs.empty_segments():
-                if self._slabs.plan(stride) is not None:
+                if self._slabs.plan(stride) is not None and not self._disk_full:
                     break
                 self._slabs.remove(segment)
                 self._files.remove(segment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import threading
 import time
@@ -43,6 +44,33 @@ def test_capacity_is_never_exceeded(opened: Any, durability: str) -> None:
         assert is_exact(*fetch(store, header.id, header.stored_bytes))
     store.close()
     assert opened.disk_bytes() <= capacity
+
+
+class SmallDisk(FileIO):
+    """A disk that has less room than the capacity promises."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def fallocate(self, descriptor: int, length: int) -> None:
+        if length > self.room:
+            raise OSError(errno.ENOSPC, "injected")
+        self.room -= length
+        super().fallocate(descriptor, length)
+
+
+def test_on_a_full_disk_what_is_deleted_makes_room_at_once(opened: Any, durability: str) -> None:
+    clock = opened.clock  # it stands: no batch is due
+    store = opened(256 * MIB, durability=durability, io=SmallDisk(8 * MIB), clock=clock)
+    records = [make_record(number, 500_000) for number in range(40)]
+    count = store.write_many(records).index(FULL)
+    assert count > 4
+    for number in range(count, 40):
+        assert store.write_many([records[number]]) == [FULL]
+        assert store.delete_many([records[number - count].header.id]) == [OK]
+        assert store.write_many([records[number]]) == [OK]
+    for record in records[-count:]:
+        assert is_exact(*fetch(store, record.header.id, 500_000))
 
 
 def overfill(store: LmdbSlabStore, seed: int) -> None:
