@@ -93,7 +93,7 @@ class Cache:
         with contextlib.ExitStack() as undo:
             undo.callback(self._arena.close)
             undo.callback(self._flow.close)
-            self._tiers = open_tiers(config, self._flow, self.metrics, clock)
+            self._tiers = open_tiers(config, self._flow, self.metrics, clock, self._namer.nbytes)
             for tier in self._tiers.values():
                 undo.callback(tier.close)
             self._start(config, clock)
@@ -376,12 +376,20 @@ class Cache:
         ]
 
 
+def _check_kinds(namespace: object, shards: object) -> None:
+    if not isinstance(namespace, Namespace):
+        raise ConfigError(f"namespace must be a kvtier.Namespace, not {namespace!r}")
+    if not isinstance(shards, int) or shards < 1:
+        raise ConfigError(f"shards must be a whole number from 1 on, not {shards!r}")
+
+
 def open_cache(*tiers: str | Config, namespace: Namespace, shards: int = 1) -> Cache:
     """Open a cache. Blocks while memory is taken and tiers are reopened.
 
     tiers: URLs, DRAM first, or one Config. shards: of the engine's ranks, 1 for one.
     Raises ConfigError with cause and remedy.
     """
+    _check_kinds(namespace, shards)
     if len(tiers) == 1 and isinstance(tiers[0], Config):
         return Cache(tiers[0], namespace, shards=shards)
     urls = [tier for tier in tiers if isinstance(tier, str)]

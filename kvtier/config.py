@@ -1,11 +1,13 @@
 """Configuration: one grammar for URLs and TOML, checked at the door, then frozen.
 
-A tier is ``dram:SIZE`` or ``SCHEME:LOCATION?capacity=SIZE&option=value``. Stores are found by
-the entry points ``kvtier.storage_backends``; the built-in ones come through the same door.
+A tier is ``dram:SIZE`` or ``SCHEME:LOCATION?capacity=SIZE&option=value``; options begin after
+the last question mark, since a directory may have one in its name. Stores are found by the entry
+points ``kvtier.storage_backends``; the built-in ones come through the same door.
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +27,8 @@ __all__ = ["ADMISSIONS", "Config", "TierConfig", "load_store", "parse_tier", "st
 ADMISSIONS: Final = ("through", "second-touch")
 _OWN_OPTIONS: Final = ("capacity", "admission")
 _GROUP: Final = "kvtier.storage_backends"
+# What an error must not repeat: a user's password, and what looks like a secret of theirs.
+_UNSAID: Final = re.compile(r"(//)[^/?]*(@)|((?:key|token|secret|word)=)[^&]*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +45,12 @@ class TierConfig:
     admission: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     store: Store | None = None
+
+    def __post_init__(self) -> None:
+        if self.capacity is not None and self.capacity < 1:
+            raise ConfigError(f"{self.scheme} capacity {self.capacity} B is below one byte")
+        if self.admission is not None and self.admission not in ADMISSIONS:
+            raise unknown("admission", self.admission, ADMISSIONS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +75,9 @@ class Config:
         return cls(dram[0].capacity, tuple(parsed[1:]))
 
     @classmethod
-    def from_toml(cls, path: Path) -> Config:
+    def from_toml(cls, path: str | Path) -> Config:
         """Read ``tiers = ["dram:8GiB", ...]`` from a TOML file."""
+        path = Path(path)
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -89,27 +100,26 @@ def parse_tier(url: str) -> TierConfig:
     if scheme not in types and scheme != "dram":
         raise unknown("tier", scheme, (*types, "dram"))
     if not colon:
-        raise ConfigError(f"tier {url!r} needs a colon: {scheme}:...")
+        raise ConfigError(f"tier {scheme!r} needs a colon: {scheme}:...")
     if scheme == "dram":
         if "?" in rest:
             raise ConfigError("dram takes a size only, such as dram:8GiB")
         return TierConfig("dram", "", parse_bytes(rest))
-    location, _, query = rest.partition("?")
+    location, mark, query = rest.rpartition("?")
+    location, query = (location, query) if mark else (rest, "")
+    shown = _UNSAID.sub(r"\1\3…\2", url)
     if not location:
-        raise ConfigError(f"tier {url!r} needs a place after the colon")
-    given = _query(url, query)
+        raise ConfigError(f"tier {shown!r} needs a place after the colon")
+    given = _query(shown, query)
     store = load_store(types[scheme])
     for name in given:
         if name not in store.OPTIONS and name not in _OWN_OPTIONS:
             raise unknown(f"option of {scheme}", name, (*store.OPTIONS, *_OWN_OPTIONS))
     if "capacity" not in given:
         raise ConfigError(
-            f"tier {url!r} has no capacity; add ?capacity=200GiB, or ?capacity=unbounded"
+            f"tier {shown!r} has no capacity; add ?capacity=200GiB, or ?capacity=unbounded"
         )
     capacity = given["capacity"]
-    admission = given.get("admission")
-    if admission is not None and admission not in ADMISSIONS:
-        raise unknown("admission", admission, ADMISSIONS)
     options = {
         name: option.parse(given[name]) if name in given else option.default
         for name, option in store.OPTIONS.items()
@@ -118,7 +128,7 @@ def parse_tier(url: str) -> TierConfig:
         scheme,
         location,
         None if capacity == "unbounded" else parse_bytes(capacity),
-        admission,
+        given.get("admission"),
         options,
     )
 
@@ -139,13 +149,13 @@ def load_store(entry: EntryPoint) -> type[Store]:
     return store
 
 
-def _query(url: str, query: str) -> dict[str, str]:
-    """Read ``a=b&c=d``, refusing what is malformed or said twice."""
+def _query(shown: str, query: str) -> dict[str, str]:
+    """Read ``a=b&c=d``, refusing what is malformed or said twice. shown: what errors name."""
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
     except ValueError as error:
-        raise ConfigError(f"the options of {url!r} must look like ?capacity=8GiB&a=b") from error
+        raise ConfigError(f"the options of {shown!r} must look like ?capacity=8GiB&a=b") from error
     given = dict(pairs)
     if len(given) < len(pairs):
-        raise ConfigError(f"an option of {url!r} is given twice")
+        raise ConfigError(f"an option of {shown!r} is given twice")
     return given

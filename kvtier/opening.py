@@ -2,41 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from kvtier.catalog.catalog import Catalog, Part
 from kvtier.clock import Clock
-from kvtier.config import Config, load_store, store_types
-from kvtier.errors import ConfigError
+from kvtier.config import Config, TierConfig, load_store, store_types
+from kvtier.errors import ConfigError, unknown
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import record_id
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow
+from kvtier.tiers.store import Store
 from kvtier.tiers.tier import Tier
+from kvtier.units import format_bytes, format_least
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 __all__ = ["index_tiers", "open_tiers"]
 
 
-def open_tiers(config: Config, flow: Flow, metrics: Metrics, clock: Clock) -> dict[int, Tier]:
-    """Open the tiers below DRAM, numbered from 1. Blocks. On an error none stays open."""
+def open_tiers(
+    config: Config, flow: Flow, metrics: Metrics, clock: Clock, part_bytes: Sequence[int]
+) -> dict[int, Tier]:
+    """Open the tiers below DRAM, numbered from 1. Blocks. On an error none stays open.
+
+    part_bytes: of each part of one chunk, for which every tier must have room.
+    """
     types = store_types()
     tiers: dict[int, Tier] = {}
     try:
         for number, setting in enumerate(config.tiers, 1):
             store = setting.store
             if store is None:
-                store_type = load_store(types[setting.scheme])
-                store = store_type.open(setting.location, setting.capacity, setting.options)
+                store = _opened(setting, types)
             taken = {tier.name for tier in tiers.values()}
             name = setting.scheme if setting.scheme not in taken else f"{setting.scheme}{number}"
             usual = "second-touch" if store.capabilities.shared else "through"
             admission = setting.admission or usual
             tiers[number] = Tier(name, store, flow, metrics, clock, admission=admission)
+            _check_room(tiers[number], setting.capacity, part_bytes)
     except BaseException:
         for tier in tiers.values():
             tier.close()
         raise
     return tiers
+
+
+def _opened(setting: TierConfig, types: Mapping[str, EntryPoint]) -> Store:
+    """Open the Store that a setting names. A setting made by hand was not checked before."""
+    if setting.scheme not in types:
+        raise unknown("tier", setting.scheme, types)
+    kind = load_store(types[setting.scheme])
+    for option in setting.options:
+        if option not in kind.OPTIONS:
+            raise unknown(f"option of {setting.scheme}", option, kind.OPTIONS)
+    return kind.open(setting.location, setting.capacity, setting.options)
+
+
+def _check_room(tier: Tier, capacity: int | None, part_bytes: Sequence[int]) -> None:
+    """Refuse a tier that would never hold one chunk, and so never anything."""
+    need = tier.store.capabilities.overhead + sum(map(tier.footprint, part_bytes))
+    if capacity is not None and capacity < need:
+        raise ConfigError(
+            f"{tier.name} capacity {format_bytes(capacity)} is below one chunk, which takes "
+            f"{format_least(need)} there; give it at least that, better a hundred times as much"
+        )
 
 
 def index_tiers(catalog: Catalog, tiers: Mapping[int, Tier], sizes: Mapping[PartName, int]) -> None:

@@ -8,7 +8,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["format_bytes", "format_seconds", "parse_bytes", "parse_seconds"]
+__all__ = ["format_bytes", "format_least", "format_seconds", "parse_bytes", "parse_seconds"]
 
 _BYTES: Final = {
     "b": 1,
@@ -16,10 +16,13 @@ _BYTES: Final = {
     "mib": 1 << 20,
     "gib": 1 << 30,
     "tib": 1 << 40,
+    "pib": 1 << 50,
+    "eib": 1 << 60,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
     "tb": 10**12,
+    "pb": 10**15,
 }
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-zA-Z]*)\s*")
@@ -54,6 +57,14 @@ def format_bytes(count: int) -> str:
         if count >= _BYTES[unit.lower()]:
             return f"{_short(count / _BYTES[unit.lower()], 4)} {unit}"
     return f"{count} B"
+
+
+def format_least(count: int) -> str:
+    """Return `count` bytes or little more: who gives "at least 2.313 MiB" gives enough."""
+    unit = next((u for u in ("TiB", "GiB", "MiB", "KiB") if count >= _BYTES[u.lower()]), "B")
+    size = _BYTES[unit.lower()]
+    places = 10 ** max(0, 4 - len(str(count // size)))
+    return f"{-(-count * places // size) / places:.10g} {unit}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -37,7 +37,7 @@ from kvtier.storage_backends.slab_directory import SlabDirectory, config_error
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_index import Entry
 from kvtier.storage_backends.slab_ledger import Batch, Ledger, Log
-from kvtier.storage_backends.slab_recovery import recover
+from kvtier.storage_backends.slab_recovery import LEAST_BYTES, recover
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 
 __all__ = ["LmdbSlabStore"]
@@ -52,6 +52,18 @@ def _durability(text: str) -> str:
     if text not in _DURABILITY:
         raise unknown("durability", text, _DURABILITY)
     return text
+
+
+def _directory(location: str) -> Path:
+    """Return a path that the system and LMDB take; ``~`` is a home directory, as in a shell."""
+    try:
+        path = Path(location).expanduser()
+        usable = "\0" not in str(path) and bool(str(path).encode())
+    except (ValueError, RuntimeError):  # a name that is no text; the home of nobody
+        usable = False
+    if not usable:
+        raise ConfigError(f"lmdb:{location!r} names no directory that can be used")
+    return path
 
 
 class LmdbSlabStore:
@@ -79,7 +91,7 @@ class LmdbSlabStore:
         if capacity is None:
             raise ConfigError(f"lmdb:{location} needs a capacity; add ?capacity=200GiB, say")
         durability = options.get("durability", cls.OPTIONS["durability"].default)
-        return cls(Path(location), capacity, durability=_durability(str(durability)))
+        return cls(_directory(location), capacity, durability=_durability(str(durability)))
 
     def __init__(
         self,
@@ -116,7 +128,7 @@ class LmdbSlabStore:
     @property
     def capabilities(self) -> Capabilities:
         """Durable and bounded."""
-        return Capabilities(durable=True, bounded=True)
+        return Capabilities(durable=True, bounded=True, overhead=LEAST_BYTES)
 
     def footprint(self, stored_bytes: int) -> int:
         """Return slot and index bytes of a payload. Segments add about 1 in 10,000."""

@@ -37,6 +37,8 @@ FIXED_BYTES: Final = 64 << 10
 _logger = logging.getLogger(__name__)
 _FLOCK: Final = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _REMEDIES: Final = {
+    errno.EEXIST: "it is not a directory: choose another",
+    errno.ENOTDIR: "a part of it is not a directory: choose another",
     errno.EACCES: "let the user that runs kvtier write there, or choose another directory",
     errno.EPERM: "let the user that runs kvtier write there, or choose another directory",
     errno.EROFS: "mount it for writing, or choose another directory",

@@ -7,15 +7,19 @@ import os
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Final
 
 from kvtier.errors import ConfigError, Corrupt, Unavailable
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import INDEX_FLOOR, PAGE, FileIO, Segment, Slabs
 from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, boot_id
 from kvtier.storage_backends.slab_index import Entry, Index, check_length
-from kvtier.units import format_bytes
+from kvtier.units import format_bytes, format_least
 
-__all__ = ["Recovered", "recover"]
+__all__ = ["LEAST_BYTES", "Recovered", "recover"]
+
+LEAST_BYTES: Final = FIXED_BYTES + INDEX_FLOOR + 64 * PAGE
+"""What a store takes before its first record, with some room for the index to grow."""
 
 _logger = logging.getLogger(__name__)
 _PAGE_OF_ENTRIES = 4096
@@ -39,12 +43,11 @@ def recover(directory: SlabDirectory, capacity: int, *, synced: bool, io: FileIO
     aside, and the store starts empty. Entries whose slot is not wholly there are dropped.
     Blocks, about 2 s for a million records. Raises ConfigError, OSError, Unavailable.
     """
-    least = FIXED_BYTES + INDEX_FLOOR + 64 * PAGE
-    if capacity < least:
+    if capacity < LEAST_BYTES:
         raise ConfigError(
             f"capacity {format_bytes(capacity)} is too small for {directory.path}; "
             f"its index alone takes {format_bytes(INDEX_FLOOR)}: give at least "
-            f"{format_bytes(least)}"
+            f"{format_least(LEAST_BYTES)}"
         )
     _discard_what_cannot_be_used(directory, capacity)
     index = None

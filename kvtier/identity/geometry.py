@@ -70,6 +70,8 @@ class Geometry:
     layout: str = LAYOUT
 
     def __post_init__(self) -> None:
+        _only_tuple("components", self.components)
+        _only_tuple("block_tokens", self.block_tokens)
         if not self.components:
             raise ConfigError("a geometry needs at least one component")
         if self.dtype not in DTYPE_BYTES:
@@ -107,6 +109,12 @@ class Geometry:
     def _token_bytes(self, component: Component) -> int:
         elements = component.layers * component.planes * component.heads * component.head_size
         return elements * DTYPE_BYTES[self.dtype]
+
+
+def _only_tuple(what: str, value: object) -> None:
+    """Refuse one of something where several are meant."""
+    if not isinstance(value, tuple):
+        raise ConfigError(f"{what} of a geometry is a tuple, not {value!r}; write ({value!r},)")
 
 
 def _sized(text: str) -> str:

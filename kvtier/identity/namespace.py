@@ -86,6 +86,7 @@ class Namespace:
     def __post_init__(self) -> None:
         if not self.model:
             raise ConfigError("a namespace needs the name of a model")
+        _only_geometry(self.geometry)
         _only_bytes("a namespace's config_digest", self.config_digest)
         _only_bytes("a namespace's secret", self.secret)
         if self.kv_scales.lower() == "calibrated":
@@ -126,6 +127,11 @@ def root_key(namespace: Namespace, request: Request) -> bytes:
     identity = _fields((namespace.encoding, request.adapter, request.salt))
     secret = hashlib.sha256(namespace.secret).digest()  # HMAC pads with zeros: b"a" would be b"a\0"
     return hmac.digest(secret, identity, "sha256")
+
+
+def _only_geometry(value: object) -> None:
+    if not isinstance(value, Geometry):
+        raise ConfigError(f"a namespace's geometry is a Geometry, not {value!r}")
 
 
 def _only_bytes(what: str, value: object) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, MisuseError
-from kvtier.units import format_bytes
+from kvtier.units import format_bytes, format_least
 
 __all__ = ["PAGE_BYTES", "Arena", "Slot", "available_bytes", "slot_bytes_for"]
 
@@ -79,7 +79,7 @@ class Arena:
         if self.nbytes < sum(sizes):
             raise ConfigError(
                 f"dram capacity {format_bytes(capacity)} is below one chunk of "
-                f"{format_bytes(sum(sizes))}; give it at least that, better a hundred times as much"
+                f"{format_least(sum(sizes))}; give it at least that, better a hundred times as much"
             )
         available = available_bytes()
         if self.nbytes > available:

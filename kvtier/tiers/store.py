@@ -60,6 +60,7 @@ class Capabilities:
     durable: survives the process. shared: other hosts see it. self_evicting: records may vanish
     by themselves. conditional_put: writes only if absent, atomically. ranged: reads part of a
     record. bounded: holds its own capacity in bytes and answers FULL; otherwise the Tier counts.
+    overhead: bytes of the capacity that it takes for itself, besides the records' footprints.
     """
 
     durable: bool = False
@@ -68,6 +69,7 @@ class Capabilities:
     conditional_put: bool = False
     ranged: bool = False
     bounded: bool = False
+    overhead: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,9 +40,15 @@ def test_options_are_read_by_the_store():
     assert s3.options["endpoint"] == "http://localhost:1"
 
 
+def test_options_begin_after_the_last_question_mark():
+    tier = parse_tier("lmdb:/kv of 50% & more?/now?capacity=1GiB")
+    assert (tier.location, tier.capacity) == ("/kv of 50% & more?/now", 1 << 30)
+
+
 def test_a_file_says_the_same_as_urls(tmp_path: Path):
     path = tmp_path / "kvtier.toml"
     path.write_text(f'# a cache\ntiers = ["dram:8GiB", "{LMDB}"]\n')
+    assert Config.from_toml(str(path)) == Config.from_toml(path)
     assert Config.from_toml(path) == Config.from_urls(["dram:8GiB", LMDB])
 
 
@@ -81,7 +87,7 @@ WRONG_URLS = {
     "empty option twice": (LMDB + "&durability=&durability=", "given twice"),
     "malformed query": ("lmdb:/kv?capacity", "must look like ?capacity=8GiB&a=b"),
     "stray ampersand": (LMDB + "&", "must look like"),
-    "another query": (LMDB + "?durability=each", "1GiB?durability=each"),
+    "two question marks": (LMDB + "?durability=each", "1GiB?durability=each' has no capacity"),
     "endpoint that is none": ("s3://b?capacity=1TiB&endpoint=localhost:9000", "endpoint"),
 }
 
@@ -109,6 +115,19 @@ WRONG_LISTS: dict[str, tuple[list[str], str]] = {
 def test_a_wrong_list_of_tiers_is_one_error(urls: list[str], message: str):
     with pytest.raises(ConfigError, match=re.escape(message)):
         Config.from_urls(urls)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"capacity": -5}, "below one byte"),
+        ({"capacity": 0}, "below one byte"),
+        ({"admission": "second_touch"}, "did you mean 'second-touch'?"),
+    ],
+)
+def test_a_tier_made_by_hand_is_checked_too(wrong: dict[str, Any], message: str):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        TierConfig("memory", "x", **{"capacity": 1 << 20, **wrong})
 
 
 WRONG_FILES = {
@@ -183,8 +202,22 @@ def test_no_option_asks_for_a_secret():
     assert names
     assert not [name for name in names if SECRETS.search(name)]
     assert SECRETS.search("secret_access_key")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://b?capacity=1TiB&secret_access_key=hunter2",
+        "s3://b?secret_access_key=hunter2&a",
+        "s3://b?SecretKey=hunter2&a=1&a=2",
+        "s3://me:hunter2@b/p",
+        "s3://me:hunter2@b/p?a",
+        "s3://me:hunter2@b/p?capacity=1TiB&capacity=1TiB",
+    ],
+)
+def test_no_error_repeats_a_secret(url: str):
     with pytest.raises(ConfigError) as caught:
-        parse_tier("s3://b?capacity=1TiB&secret_access_key=hunter2")
+        parse_tier(url)
     assert "hunter2" not in str(caught.value)
 
 

@@ -8,7 +8,13 @@ import pytest
 
 from kvtier import errors
 from kvtier.errors import ConfigError, KvtierError, StoreError, unknown
-from kvtier.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from kvtier.units import (
+    format_bytes,
+    format_least,
+    format_seconds,
+    parse_bytes,
+    parse_seconds,
+)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +78,13 @@ def test_seconds_are_written_without_exponents(seconds: float, text: str):
 @pytest.mark.parametrize("count", [1, 1000, 1 << 20, 123_456_789, (1 << 40) - 1, 1 << 50])
 def test_written_bytes_read_back_to_four_digits(count: int):
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [1, 1023, 2_424_832, 123_456_789, (1 << 40) + 1, (1 << 60) - 1])
+def test_at_least_is_rounded_up_and_by_little(count: int):
+    """To give what a message asks for is enough, which a rounded figure may not be."""
+    assert count <= parse_bytes(format_least(count)) <= count * 1.001
+    assert parse_bytes(format_bytes(2_424_832)) < 2_424_832 <= parse_bytes(format_least(2_424_832))
 
 
 # ---------------------------------------------------------------------------------------- errors
