@@ -64,6 +64,7 @@ class Spiller:
         self._queue: deque[_Job] = deque()
         self._queued: dict[RecordId, None] = {}
         self._queued_bytes = 0
+        self._dropped: dict[RecordId, None] = {}  # since the queue was empty
         self._seen: dict[RecordId, None] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -138,6 +139,7 @@ class Spiller:
         write = Write(header, self._arena.view(slot.offset, slot.nbytes))
         self._queue.append(_Job(row, Part(name, parent, depth, nbytes), write))
         self._queued[name] = None
+        self._dropped.pop(name, None)
         self._queued_bytes += nbytes
         return True
 
@@ -150,9 +152,7 @@ class Spiller:
                         await self._write(jobs)
                 except Exception:  # noqa: BLE001  (a defect must not keep slots)
                     _log.exception("%s: parts are not written down", self._tier.name)
-                    self._metrics.add(
-                        "dropped_spills", len(jobs), tier=self._tier.name, reason="failed"
-                    )
+                    self._drop(jobs, "failed")
                 finally:
                     for job in jobs:
                         self._queued_bytes -= job.part.nbytes
@@ -161,6 +161,7 @@ class Spiller:
                 self._refill()
         finally:
             self._task = None
+            self._dropped.clear()
 
     def _batch(self) -> list[_Job]:
         """Take the next jobs off the queue: a fraction of the budget, or room would cost all."""
@@ -187,7 +188,13 @@ class Spiller:
             if not full:
                 return
             jobs, room, extra = full, 0, max(len(full), self._lot(full[0]))
-        self._metrics.add("dropped_spills", len(jobs), tier=self._tier.name, reason="full")
+        self._drop(jobs, "full")
+
+    def _drop(self, jobs: Sequence[_Job], reason: str) -> None:
+        """Count parts that are not written; what hangs under them will not be kept either."""
+        if jobs:
+            self._dropped |= dict.fromkeys(job.part.name for job in jobs)
+            self._metrics.add("dropped_spills", len(jobs), tier=self._tier.name, reason=reason)
 
     def _lot(self, job: _Job) -> int:
         """Return how many parts to evict at a time: each lot costs a durable Store a commit."""
@@ -203,22 +210,24 @@ class Spiller:
         spare -= self._strays.nbytes
         sizes = [self._tier.footprint(job.part.nbytes) for job in jobs]
         count = bisect.bisect_right(list(itertools.accumulate(sizes)), spare)
-        if count < len(jobs):
-            dropped = len(jobs) - count
-            self._metrics.add("dropped_spills", dropped, tier=self._tier.name, reason="full")
+        self._drop(jobs[count:], "full")
         return jobs[:count]
 
     def _settled(self, job: _Job, status: Status) -> bool:
-        """Note a part's outcome; False when it should be tried again with more room."""
+        """Note a part's outcome; False when it should be tried again with more room.
+
+        One whose parent was dropped is dropped too: it would be a tail without a head here, and
+        keep the head in DRAM, as the last copy of it, for ever.
+        """
         if status is Status.FULL:
             return False
         charged = self._tier.footprint(job.part.nbytes)
-        if status is Status.OK:
+        if status is Status.OK and job.part.parent not in self._dropped:
             self._strays.forget(job.part.name)
             self._catalog.stored(job.part, self._number, charged)
         else:
             self._strays.note(job.part.name, charged)
-            self._metrics.add("dropped_spills", tier=self._tier.name, reason="failed")
+            self._drop([job], "failed")
         return True
 
     async def _send(self, jobs: list[_Job]) -> list[Status]:

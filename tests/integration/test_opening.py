@@ -124,3 +124,31 @@ def test_a_defect_while_writing_down_or_reading_keeps_no_slot(monkeypatch, caplo
     monkeypatch.undo()
     assert toy.load("e", prompt(257, 1))[2]
     toy.close()
+
+
+@pytest.mark.parametrize("bad", [0, 1, 2])
+def test_a_part_whose_write_fails_takes_its_children_along(bad):
+    """Else the tier had tails without a head, and DRAM would keep the heads in favour of all."""
+    tokens = prompt(257)
+    failed = []
+
+    class Flaky(Disk):
+        def _write(self, header, data):
+            if header.depth == bad and not failed:
+                failed.append(header.id)
+                return Status.FAILED
+            return super()._write(header, data)
+
+    disk = Flaky()
+    toy = opened(disk)
+    toy.save("a", tokens[:256])
+    assert len(failed) == 1
+    assert toy.cache.figures()['kvtier_tier_parts{tier="disk"}'] == bad
+    for seed in range(1, 4):
+        toy.save(f"other-{seed}", prompt(257, seed)[:256])
+    assert toy.cache.match(tokens).chunks == bad
+    assert toy.cache.figures()["kvtier_orphan_parts"] == 0
+    assert sorted(header.depth for header in disk.scan()) == sorted(
+        [*range(bad), *(3 * [0, 1, 2, 3])]
+    )
+    toy.close()
