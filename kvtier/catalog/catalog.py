@@ -154,7 +154,7 @@ class Catalog:
             count = 0
             for chunk in lacking:
                 parts = [part for part in chunk if not room.known(find(part.name))]
-                slots = self._reserve(parts, victims)
+                slots = self._reserve(parts, kept, victims)
                 if len(slots) < len(parts):
                     break
                 taken += zip(parts, slots, strict=True)
@@ -162,13 +162,14 @@ class Catalog:
             room.unhold(kept)
             return taken, len(lacking) - count
 
-    def _reserve(self, parts: Sequence[Part], victims: Iterator[int]) -> list[Slot]:
+    def _reserve(
+        self, parts: Sequence[Part], kept: list[int], victims: Iterator[int]
+    ) -> list[Slot]:
         """Reserve all of some parts of one chunk, or none."""
         rows: list[int] = []
         for part in parts:
-            above = self._index.find(part.parent) if part.parent else NO_ROW
-            known = part.parent is None or self._room.known(above)
-            slot = self._room.slot_for(part.nbytes, above, victims) if known else None
+            known = part.parent is None or self._room.known(self._index.find(part.parent))
+            slot = self._room.slot_for(part.nbytes, kept, victims) if known else None
             if slot is None:
                 for row in rows:
                     self._room.abort(row)
@@ -221,7 +222,7 @@ class Catalog:
                     index.hold(row, 1)
                     taken.append(row)
                     if not index.serial[row]:
-                        slot = self._room.slot_for(index.raw_bytes[row], index.parent[row], victims)
+                        slot = self._room.slot_for(index.raw_bytes[row], taken, victims)
                         if slot is None:
                             break
                         self._room.take(row, slot)

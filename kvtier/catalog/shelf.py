@@ -48,16 +48,16 @@ class Room:
         """Say whether the part is in a tier, or on its way into one."""
         return row != NO_ROW and bool(self.index.present[row] or self.index.serial[row])
 
-    def slot_for(self, nbytes: int, above: int, victims: Iterator[int]) -> Slot | None:
+    def slot_for(self, nbytes: int, below: list[int], victims: Iterator[int]) -> Slot | None:
         """Return a slot, evicting leaves of DRAM as needed; None when nothing may leave.
 
-        above: the row under which the part will hang; neither it nor its ancestors leave.
+        below: held rows for whose sake it is done; neither they nor their ancestors leave.
         victims: of DRAM, one pass for all slots that one call asks for.
         """
         while (slot := self.arena.allocate(nbytes)) is None:
             row = next(victims, NO_ROW)
             if row == NO_ROW:
-                row = self._last_copy(above)
+                row = self._last_copy(below)
             if row == NO_ROW:
                 return None
             self.leave(row, DRAM)
@@ -82,7 +82,7 @@ class Room:
             if row == turn:
                 passed.add(row)
 
-    def _last_copy(self, above: int) -> int:
+    def _last_copy(self, below: list[int]) -> int:
         """Return a row of DRAM whose children lie in slower tiers only, or NO_ROW.
 
         Its write has failed there. Its slot must not be lost for good, so its children become
@@ -90,9 +90,11 @@ class Room:
         """
         index = self.index
         kept: dict[int, None] = {}
-        while above != NO_ROW:
-            kept[above] = None
-            above = index.parent[above]
+        for held in below:
+            row = held
+            while row != NO_ROW and row not in kept:
+                kept[row] = None
+                row = index.parent[row]
         for row in self.shelves[DRAM].policy.victims():
             if not index.holds[row] and not index.kids[DRAM][row] and row not in kept:
                 return row

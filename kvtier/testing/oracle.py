@@ -58,8 +58,8 @@ class Oracle:
             self.lost += row == NO_ROW or not self._index.present[row]
             stored(part, tier, charged)
 
-        def counted_last(above: int) -> int:
-            row = last_copy(above)
+        def counted_last(below: list[int]) -> int:
+            row = last_copy(below)
             self.lost += row != NO_ROW
             return row
 

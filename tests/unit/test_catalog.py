@@ -282,46 +282,6 @@ def test_a_chunk_is_there_only_when_all_its_parts_are():
     fixture.close()
 
 
-def shards(count: int, depths: int) -> list[list[Part]]:
-    ranks = [PartName(0, shard, count) for shard in range(count)]
-    chunks: list[list[Part]] = []
-    for depth in range(depths):
-        names = [record_id(bytes([depth]) * 32, rank) for rank in ranks]
-        above = [part.name for part in chunks[-1]] if chunks else [None] * count
-        chunks.append([Part(*both, depth, PART_BYTES) for both in zip(names, above, strict=True)])
-    return chunks
-
-
-def test_a_chunk_that_lost_a_part_gets_that_part_again():
-    """Otherwise it is neither loadable nor savable, for as long as the other part stays."""
-    fixture = SmallCatalog(6)
-    chunks = shards(2, 3)
-    for part, slot in fixture.catalog.reserve(chunks)[0]:
-        fixture.catalog.commit(part.name, slot, SUM)
-    fixture.save(chain(1, seed=9))  # room for it is made of one part of the last chunk
-    assert len(fixture.catalog.match([[p.name for p in chunk] for chunk in chunks])) == 2
-    taken, refused = fixture.catalog.reserve(chunks)
-    assert refused == 0
-    assert [part.depth for part, _ in taken] == [2]
-    for part, slot in taken:
-        assert fixture.catalog.commit(part.name, slot, SUM)
-    assert len(fixture.catalog.match([[p.name for p in chunk] for chunk in chunks])) == 3
-    fixture.close()
-
-
-def test_a_chunk_that_does_not_fit_wholly_is_not_reserved_in_part():
-    fixture = SmallCatalog(5)
-    chunks = shards(2, 4)
-    taken, refused = fixture.catalog.reserve(chunks)
-    assert [part.depth for part, _ in taken] == [0, 0, 1, 1]
-    assert refused == 2
-    assert fixture.arena.slots_in_use == 4
-    for part, slot in taken:
-        fixture.catalog.abort(part.name, slot)
-    assert len(fixture.catalog._index) == 0
-    fixture.close()
-
-
 def test_an_orphan_is_counted_and_served_again_when_its_parent_returns(small):
     parts = chain(3)
     for part in parts[1:]:

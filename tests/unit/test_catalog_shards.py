@@ -1,0 +1,67 @@
+"""The Catalog with chunks of several parts, of which some have left."""
+
+from __future__ import annotations
+
+from kvtier.catalog.catalog import Part
+from kvtier.catalog.index import DRAM
+from kvtier.identity.record import Part as PartName
+from kvtier.identity.record import record_id
+from kvtier.testing.small_catalog import LMDB, PART_BYTES, SUM, SmallCatalog, chain, names
+
+
+def shards(count: int, depths: int) -> list[list[Part]]:
+    """Return the chunks of a prefix, each cut into `count` shards."""
+    ranks = [PartName(0, shard, count) for shard in range(count)]
+    chunks: list[list[Part]] = []
+    for depth in range(depths):
+        names = [record_id(bytes([depth]) * 32, rank) for rank in ranks]
+        above = [part.name for part in chunks[-1]] if chunks else [None] * count
+        chunks.append([Part(*both, depth, PART_BYTES) for both in zip(names, above, strict=True)])
+    return chunks
+
+
+def test_a_chunk_that_lost_a_part_gets_that_part_again():
+    """Otherwise it is neither loadable nor savable, for as long as the other part stays."""
+    fixture = SmallCatalog(6)
+    chunks = shards(2, 3)
+    for part, slot in fixture.catalog.reserve(chunks)[0]:
+        fixture.catalog.commit(part.name, slot, SUM)
+    fixture.save(chain(1, seed=9))  # room for it is made of one part of the last chunk
+    assert len(fixture.catalog.match([[p.name for p in chunk] for chunk in chunks])) == 2
+    taken, refused = fixture.catalog.reserve(chunks)
+    assert refused == 0
+    assert [part.depth for part, _ in taken] == [2]
+    for part, slot in taken:
+        assert fixture.catalog.commit(part.name, slot, SUM)
+    assert len(fixture.catalog.match([[p.name for p in chunk] for chunk in chunks])) == 3
+    fixture.close()
+
+
+def test_a_chunk_that_does_not_fit_wholly_is_not_reserved_in_part():
+    fixture = SmallCatalog(5)
+    chunks = shards(2, 4)
+    taken, refused = fixture.catalog.reserve(chunks)
+    assert [part.depth for part, _ in taken] == [0, 0, 1, 1]
+    assert refused == 2
+    assert fixture.arena.slots_in_use == 4
+    for part, slot in taken:
+        fixture.catalog.abort(part.name, slot)
+    assert len(fixture.catalog._index) == 0
+    fixture.close()
+
+
+def test_room_for_a_part_is_not_made_of_the_ancestors_of_its_siblings():
+    """The last copy of one shard's head is no room for another shard's tail."""
+    fixture = SmallCatalog(4)
+    chunks = shards(2, 3)
+    for part, slot in fixture.catalog.reserve(chunks[:2])[0]:
+        fixture.catalog.commit(part.name, slot, SUM)
+    fixture.catalog.stored(chunks[1][1], LMDB, 0)
+    fixture.catalog.lost(fixture.rows(chunks[1])[1], DRAM)
+    other = chain(1, seed=9)
+    fixture.save(other)
+    lease = fixture.catalog.lease(0, names(other), 9.0)
+    assert fixture.catalog.reserve(chunks) == ([], 1)
+    assert fixture.catalog.match([[p.name for p in chunk] for chunk in chunks]) == [DRAM, LMDB]
+    lease.release()
+    fixture.close()
