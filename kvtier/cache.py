@@ -157,7 +157,7 @@ class Cache:
     def lease(self, match: Match, *, deadline: float, first: int = 0) -> Lease | None:
         """Hold chunks [first, match.chunks), all in DRAM, for `deadline` seconds.
 
-        None when one of them is not in DRAM: ``fetch`` them. Memory only.
+        None when there are none, or one is not in DRAM: ``fetch`` them. Memory only.
         """
         self._check()
         chunks = match.prefix.names[first : match.chunks]
@@ -170,7 +170,8 @@ class Cache:
     ) -> FetchTransfer:
         """Bring chunks from `first` up into DRAM and lease them. Returns at once.
 
-        timeout: seconds until the result is what has arrived by then; deadline: of the lease.
+        timeout: seconds until the result is what has arrived by then; deadline: of the lease,
+        in seconds after that, whether anybody takes it or not.
         Where the match says that a shared tier may know more, it is asked.
         """
         self._check()
@@ -190,8 +191,9 @@ class Cache:
         """Plan the copy of leased chunks into the engine's blocks, in token order.
 
         into: ids of the blocks of tokens [start, start + len(into) x block); start: of the
-        lease's first chunk by default. None when the lease's deadline has passed.
+        lease's first chunk by default. None when the lease's deadline has passed. Memory only.
         Every plan must be settled, once its copies have ended, with ``settle``.
+        Raises MisuseError when those are not whole blocks of the leased tokens.
         """
         self._check()
         begin = lease.first * self._chunk
@@ -225,11 +227,9 @@ class Cache:
         Raises MisuseError when the block table is shorter than the chunks.
         """
         self._check()
-        per_chunk = self._chunk // self._block
-        if len(block_ids) < len(prefix.names) * per_chunk:
-            raise MisuseError(
-                f"{len(block_ids)} blocks do not hold {len(prefix.names)} chunks of {per_chunk}"
-            )
+        per_chunk, chunks = self._chunk // self._block, len(prefix.names)
+        if len(block_ids) < chunks * per_chunk:
+            raise MisuseError(f"{len(block_ids)} blocks do not hold {chunks} chunks of {per_chunk}")
         taken, refused = self._catalog.reserve(prefix.parts(first))
         if refused:
             self.metrics.add("dropped_saves", refused, reason="busy")
@@ -279,7 +279,7 @@ class Cache:
     def bind(self, tensors: Any, device: Device, *, shard: int = 0) -> Pages:
         """Bind one rank's KV tensors, one for each component, to this cache's arena.
 
-        shard: which of the cache's shards the rank holds.
+        shard: the rank's. Raises ConfigError for tensors that are not of the geometry.
         """
         many = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         return Pages(self.geometry, self._arena, self._arena_id, many, device, shard, self._shards)
@@ -290,7 +290,7 @@ class Cache:
         """Take everything that nobody holds out of a tier. Blocks.
 
         Raises ConfigError for a tier that this cache has not, and TimeoutError after `timeout`
-        seconds; it goes on in the background then.
+        seconds; it goes on then.
         """
         self._check()
         if tier not in self._numbers:
@@ -384,9 +384,9 @@ def _check_kinds(namespace: object, shards: object) -> None:
 
 
 def open_cache(*tiers: str | Config, namespace: Namespace, shards: int = 1) -> Cache:
-    """Open a cache. Blocks while memory is taken and tiers are reopened.
+    """Open a cache from URLs, DRAM first, or one Config; `shards` is the number of ranks.
 
-    tiers: URLs, DRAM first, or one Config. shards: of the engine's ranks, 1 for one.
+    Blocks while memory is taken and tiers are reopened.
     Raises ConfigError with cause and remedy.
     """
     _check_kinds(namespace, shards)
