@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from functools import cache as remembered
 
 from kvtier.cache import Cache, Match
@@ -187,6 +187,20 @@ class Oracle:
                 )
         usable = max(len(match.prefix.tokens) - 1, 0)
         self._expect(match.tokens <= usable, "a match is longer than the prompt allows")
+
+    def kept_somewhere(self, match: Match, kept: Mapping[int, Container[RecordId]]) -> int:
+        """Return how many matched chunks, from the first, some tier has that the index names.
+
+        kept: by tier number, the names of what its Store really has.
+        """
+        index = self._index
+        for count, chunk in enumerate(match.prefix.names[: match.chunks]):
+            for name in chunk:
+                bits = index.present[index.find(name)]
+                below = any(bits >> tier & 1 and name in names for tier, names in kept.items())
+                if not (bits & 1 << DRAM or below):
+                    return count
+        return match.chunks
 
     def known(self, prefix: Prefix) -> int:
         """Return how many chunks of a prompt, from the first, are in a tier or being written."""

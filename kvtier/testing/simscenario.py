@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Final
 
 from kvtier.testing.faults import Rates
 
-__all__ = ["Scenario", "TierShape"]
+__all__ = ["TROUBLES", "Scenario", "TierShape"]
+
+TROUBLES: Final = ("faults", "cancels", "clears", "hangs", "disorder")
+"""What a scenario can be without: disorder is any order but first-in-first-out, and stalls."""
 
 _NO_FAULTS: Final = Rates()
+# Twice those that most guards are for.
+_KINDS: Final = (*(field.name for field in fields(Rates)), "unavailable", "failed", "wrong")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +33,13 @@ class TierShape:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """The shape of one run. ``draw`` takes it from a seed, faults and cancellations included."""
+    """The shape of one run. ``draw`` takes it from a seed, faults and cancellations included.
+
+    ops: rounds that all requests together live through, at most; None for two to four each. One
+    is a match, perhaps a load, and a save. only: numbers of the requests that run; empty for all.
+    herd: all requests want the same prompt at the same time, and DRAM has just been cleared.
+    steady: callbacks run first-in-first-out, and nothing stalls.
+    """
 
     dram_slots: int
     tiers: tuple[TierShape, ...]
@@ -39,6 +50,10 @@ class Scenario:
     cancel_rate: float = 0.0
     clears: bool = False
     hangs: bool = False
+    herd: bool = False
+    ops: int | None = None
+    only: tuple[int, ...] = ()
+    steady: bool = False
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:
@@ -63,9 +78,36 @@ class Scenario:
             requests=rng.randint(5, 10),
             rates=_trouble(rng),
             cancel_rate=rng.choice((0.0, 0.02, 0.05)),
-            clears=rng.random() < 0.3,
-            hangs=rng.random() < 0.1,
+            clears=rng.random() < 0.45,
+            hangs=rng.random() < 0.06,
+            herd=rng.random() < 0.25,
         )
+
+    def without(self, what: str) -> Scenario:
+        """Return the scenario with one kind of trouble less, of TROUBLES."""
+        changes: dict[str, Scenario] = {
+            "faults": replace(self, rates=_NO_FAULTS),
+            "cancels": replace(self, cancel_rate=0.0),
+            "clears": replace(self, clears=False),
+            "hangs": replace(self, hangs=False),
+            "disorder": replace(self, steady=True),
+        }
+        return changes[what]
+
+    @property
+    def round_seconds(self) -> float:
+        """How long a request waits before a round, at most; where calls hang, they are met."""
+        return 25.0 if self.hangs else 0.08
+
+    @property
+    def kept_requests(self) -> list[int]:
+        """The numbers of the requests that run."""
+        return [n for n in range(self.requests) if not self.only or n in self.only]
+
+    @property
+    def rounds_at_least(self) -> int:
+        """How many rounds each request must be ready for, so that ``ops`` is reached."""
+        return -(-(self.ops or 0) // max(len(self.kept_requests), 1))
 
     @property
     def faultless(self) -> bool:
@@ -75,9 +117,9 @@ class Scenario:
 
 def _trouble(rng: random.Random) -> Rates:
     """Return no faults, a few of every kind, or many of one kind, which finds more."""
-    kind = rng.randrange(5)
+    kind = rng.randrange(6)
     if kind < 2:
         return _NO_FAULTS
     if kind == 2:
         return Rates.all(rng.choice((0.01, 0.03)))
-    return Rates(**{rng.choice(fields(Rates)).name: rng.choice((0.1, 0.3))})
+    return Rates(**{rng.choice(_KINDS): rng.choice((0.1, 0.3, 0.9))})

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Coroutine
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,22 +19,20 @@ from numpy.typing import NDArray
 from kvtier.cache import Cache, Match
 from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.config import Config, TierConfig
-from kvtier.copyplan import CopyPlan
 from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.namespace import Namespace
-from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId, checksum, record_id
-from kvtier.identity.record import Part as PartName
-from kvtier.memory.arena import PAGE_BYTES, Slot
+from kvtier.identity.record import HEADER_BYTES, RecordId
+from kvtier.memory.arena import PAGE_BYTES
 from kvtier.prefix import Namer, Prefix
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.faults import FaultyStore, Rates
-from kvtier.testing.oracle import Oracle, payload
+from kvtier.testing.oracle import Oracle
+from kvtier.testing.simdevice import SimDevice, pause
 from kvtier.testing.simflow import SimFlow
+from kvtier.testing.simhost import SharedMemory, write_as_another_host
 from kvtier.testing.simloop import Conditions, SimLoop, simulate
 from kvtier.testing.simscenario import Scenario
 from kvtier.testing.simtask import SimError
-from kvtier.tiers.store import Capabilities, Write
-from kvtier.transfer import CopyResult, CopyStatus
 
 __all__ = ["World", "run_world"]
 
@@ -48,17 +46,7 @@ _GEOMETRY: Final = Geometry(
 )
 _FOREVER: Final = 10_000.0
 _SETTLED_SECONDS: Final = 8.0  # longer than any lease, and than any read whose waiter is gone
-_HANG_SECONDS: Final = (20.0, 90.0)  # for a Tier, a call of 30 seconds hangs
-_GARBAGE: Final = 0xEE
-
-
-class SharedMemory(MemoryStore):
-    """A MemoryStore that other hosts write to as well."""
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """Shared, and whatever is in it may vanish."""
-        return replace(super().capabilities, shared=True, self_evicting=True)
+_HANG_SECONDS: Final = (60.0, 270.0)  # a third on the thread; for a Tier, 30 seconds there hang
 
 
 class World:
@@ -71,7 +59,6 @@ class World:
         geometry = replace(_GEOMETRY, components=_GEOMETRY.components[: scenario.components])
         namespace = Namespace("simulated", geometry)
         self._namer = Namer(namespace, scenario.shards)
-        self._digest = namespace.digest
         largest = max(self._namer.nbytes) + HEADER_BYTES
         self.stores: list[FaultyStore] = []
         settings = []
@@ -88,17 +75,22 @@ class World:
         self.oracle = Oracle(self.cache, loop.time)
         self.prompts = _prompts(rng)
         self.saved_chunks = 0
-        self._copies: list[asyncio.Task[None]] = []
+        self.rounds = 0
+        self.abandoned = 0
+        self._turn = 0
+        self.device = SimDevice(loop, self.cache, self.oracle, self.after)
 
     # ---- the run
 
     async def live(self) -> None:
         """Serve all requests, then wind down and check that nothing is left."""
         self.loop.on_step = self._check_now_and_then
-        if any(shape.shared for shape in self.scenario.tiers):
-            self._write_as_another_host()
+        others = self.loop.rng("another host")
+        for shape, store in zip(self.scenario.tiers, self.stores, strict=True):
+            if shape.shared:
+                write_as_another_host(self.cache, store.inner, self.prompts, others)
         async with asyncio.TaskGroup() as group:
-            for number in range(self.scenario.requests):
+            for number in self.scenario.kept_requests:
                 name = f"request-{number}"
                 group.create_task(self._request(self.loop.rng(name)), name=name)
         await self._wind_down()
@@ -108,13 +100,12 @@ class World:
             self.oracle.check()
 
     def after(self, what: str) -> None:
-        """Check everything after a call, and enter the state into the digest."""
+        """Check everything after a call, and enter it and the state into the digest."""
         self.oracle.check()
         self.loop.note(what, self.oracle.state())
 
     async def _wind_down(self) -> None:
-        for copy in self._copies:
-            await copy
+        await self.device.idle()
         for store in self.stores:
             store.rates = Rates()
         if not self.cache.flush(timeout=_FOREVER):
@@ -125,26 +116,51 @@ class World:
         self._check_figures()
         self._check_stores()
         self.after("rest")
+        if len(self.stores) > 1:
+            await self._read_with_one_down(self.prompts[0])
         for number, tokens in enumerate(self.prompts):
             await self._read_back(number, tokens)
         self._empty()
         self.cache.close()
 
     async def _read_back(self, number: int, tokens: NDArray[np.int32]) -> None:
-        """With all faults gone, what is matched arrives, or turns out to be lost below."""
+        """With all faults gone, what is matched arrives, or turns out to be lost below, once."""
+        whole, chunks, tokens_matched = await self._read_all(tokens)
+        if not whole:
+            if self.scenario.faultless:
+                raise SimError("not all of the chunks that were matched came")
+            if not (await self._read_all(tokens))[0]:
+                raise SimError("a part that was lost is matched, and fails a second time")
+        self.loop.note("read", f"{number} {tokens_matched} {chunks}")
+
+    async def _read_with_one_down(self, tokens: NDArray[np.int32]) -> None:
+        """What two tiers have arrives although the first of them does not answer."""
+        self.cache.clear("dram", timeout=_FOREVER)
+        self.stores[0].rates = Rates(unavailable=1.0)
+        await self._read_all(tokens)
+        self.stores[0].rates = Rates()
+        await asyncio.sleep(_SETTLED_SECONDS)  # longer than a breaker rests
+
+    async def _read_all(self, tokens: NDArray[np.int32]) -> tuple[bool, int, int]:
+        """Fetch all that is matched; say whether it came, with its chunks and the match's tokens.
+
+        More than DRAM has room for need not come.
+        """
         match = self.cache.match(tokens)
         self.oracle.expect_match(match)
+        room = self.scenario.dram_slots // len(self._namer.names)
+        sure = self.oracle.kept_somewhere(match, self._kept_names())
         lease = await self.cache.fetch(match, timeout=_FOREVER, deadline=_FOREVER)
-        chunks = min(match.chunks, self.scenario.dram_slots // len(self._namer.names))
-        if self.scenario.faultless and (lease.chunks if lease else 0) < chunks:
-            raise SimError(f"{match.chunks} chunks were matched, and not all of them came")
+        chunks = lease.chunks if lease else 0
+        if chunks < min(sure, room):
+            raise SimError(f"{chunks} chunks came, although another copy of {sure} could be read")
         if lease is not None:
             self.oracle.expect_leased(lease)
             lease.release()
         self.cache.flush(timeout=_FOREVER)
         await asyncio.sleep(1.0)
         self.oracle.check_rest()
-        self.loop.note("read", f"{number} {match.tokens} {lease.chunks if lease else 0}")
+        return chunks >= min(match.chunks, room), chunks, match.tokens
 
     def _empty(self) -> None:
         """Clear every tier until nothing is left; what is only below leaves after what is above."""
@@ -187,6 +203,14 @@ class World:
             if self.scenario.faultless and store.counts["again"]:
                 raise SimError(f"{store.counts['again']} records were written twice")
 
+    def _kept_names(self) -> dict[int, set[RecordId]]:
+        """Return the names of what each Store that answers really has."""
+        return {
+            number: {header.id for header in store.scan()}
+            for number, store in enumerate(self.stores, 1)
+            if self.cache._tiers[number].available and not store.rates.unavailable
+        }
+
     def _local_stores(self) -> list[tuple[int, FaultyStore]]:
         numbered = enumerate(zip(self.scenario.tiers, self.stores, strict=True), 1)
         return [(number, store) for number, (shape, store) in numbered if not shape.shared]
@@ -194,34 +218,52 @@ class World:
     # ---- a request
 
     async def _request(self, rng: random.Random) -> None:
-        for _ in range(rng.randint(2, 4)):
-            await asyncio.sleep(rng.uniform(0, 0.08))
-            tokens = rng.choice(self.prompts)
+        rounds = max(rng.randint(2, 4), self.scenario.rounds_at_least)
+        for _ in range(rounds):
+            tokens = await self._next_prompt(rng)
+            if self.rounds == self.scenario.ops:
+                return
+            self.rounds += 1
             prefix = self.cache.prefix(tokens[: rng.randint(len(tokens) // 2, len(tokens))])
-            await self._pause(rng)
+            await pause(rng)
             match = self.cache.match(prefix)
             self.oracle.expect_match(match)
-            self.after("match")
-            await self._pause(rng)
+            self.after(f"match {match.chunks} of {len(prefix.names)} chunks")
+            await pause(rng)
             first = rng.randrange(match.chunks + 1) if rng.random() < 0.3 else 0
             lease = await self._acquire(rng, match, first)
             if lease is not None:
                 await self._load(rng, match, lease)
             await self._save(rng, prefix)
             if self.scenario.clears and rng.random() < 0.3:
-                self.cache.clear(rng.choice(list(self.cache._numbers)), timeout=_FOREVER)
+                tier = rng.choice(("dram", *self.cache._numbers))
+                self.cache.clear(tier, timeout=_FOREVER)
                 self.after("clear")
+
+    async def _next_prompt(self, rng: random.Random) -> NDArray[np.int32]:
+        """Wait for the next round and return its prompt: a herd has both in common."""
+        wait = self.scenario.round_seconds
+        if not self.scenario.herd:
+            await asyncio.sleep(rng.uniform(0, wait))
+            return rng.choice(self.prompts)
+        turn = int(self._now() / wait) + 1
+        await asyncio.sleep(turn * wait - self._now())
+        if self._turn != turn:
+            self._turn = turn
+            self.cache.clear("dram", timeout=_FOREVER)
+        return self.prompts[turn % len(self.prompts)]
 
     async def _acquire(self, rng: random.Random, match: Match, first: int) -> Lease | None:
         hold = rng.choice((0.001, 0.02, 5.0))
         if rng.random() < 0.5 and all(tier == "dram" for tier in match.tiers[first:]):
             lease = self.cache.lease(match, deadline=hold, first=first)
-            self.after("lease")
+            self.after(f"lease {'refused' if lease is None else lease.serial}")
             return lease
         within = rng.choice((0.0, 0.002, 0.05, 2.0))
         transfer = self.cache.fetch(match, timeout=within, deadline=hold, first=first)
         self.after("fetch")
         if rng.random() < 0.1:
+            self.abandoned += 1
             transfer.abandon()
             return None
         asked = self.loop.time()
@@ -242,7 +284,7 @@ class World:
 
     async def _load(self, rng: random.Random, match: Match, lease: Lease) -> None:
         with lease:
-            await self._pause(rng)
+            await pause(rng)
             if rng.random() < 0.2:
                 return
             skip = rng.randrange(lease.chunks * _CHUNK // _BLOCK)
@@ -250,13 +292,15 @@ class World:
             stop = (lease.first + lease.chunks) * _CHUNK
             blocks = range(start // _BLOCK, stop // _BLOCK)
             plan = self.cache.plan_load(lease, blocks, start=start)
-            self.after("plan_load")
+            self.after(f"plan load {'refused' if plan is None else plan.id}")
             if plan is None:
                 if self._now() < lease.deadline:
                     raise SimError("a plan was refused before the lease's deadline")
                 return
-            copy = self._start_copy(self._copy_out(rng, plan, match.prefix))
-            await self._pause(rng)
+            if self._now() >= lease.deadline:
+                raise SimError("a plan was issued after its lease's deadline")
+            copy = self.device.load(rng, plan, match.prefix)
+            await pause(rng)
         await asyncio.shield(copy)
         tiers = dict.fromkeys(lease.sources, _CHUNK)
         self.cache.loaded(match, tiers, lease.first)
@@ -266,7 +310,7 @@ class World:
         chunks = len(prefix.names)
         saved = 0
         for upto in sorted({rng.randint(0, chunks), chunks}):
-            await self._pause(rng)
+            await pause(rng)
             computed = prefix.head(prefix.tokens, upto)
             blocks = range(upto * _CHUNK // _BLOCK)
             known = self.oracle.known(prefix)
@@ -274,91 +318,17 @@ class World:
             if known >= saved:  # otherwise the chain was broken before
                 self.oracle.expect_known(prefix, known)
             saved = upto
-            self.after("plan_save")
+            self.after(f"plan save {'of nothing' if plan is None else plan.id}")
             if plan is None:
                 continue
             self.saved_chunks += len({part.blocks for part in plan.parts})
             good = rng.random() > 0.1
-            copy = self._start_copy(self._copy_in(rng, plan, prefix, good=good))
+            copy = self.device.save(rng, plan, prefix, good=good)
             if rng.random() < 0.5:
                 await asyncio.shield(copy)
 
-    async def _pause(self, rng: random.Random) -> None:
-        await asyncio.sleep(rng.choice((0.0, 0.0, rng.uniform(0, 0.003))))
-
     def _now(self) -> float:
         return self.loop.time()
-
-    # ---- the device: a copy, once planned, ends by itself, whatever becomes of its request
-
-    def _start_copy(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = self.loop.create_task(work, name=f"copy-{len(self._copies)}")
-        self._copies.append(task)
-        return task
-
-    async def _copy_in(
-        self, rng: random.Random, plan: CopyPlan, prefix: Prefix, *, good: bool
-    ) -> None:
-        """Fill slots from the engine's blocks, in two pieces, and settle."""
-        parts = self._parts(plan, prefix)
-        for half in (0, 1):
-            await self._pause(rng)
-            for name, slot, size in parts:
-                middle = size // 2
-                low, high = (0, middle) if not half else (middle, size)
-                data = payload(name, size)[low:high] if good else bytes([_GARBAGE]) * (high - low)
-                place = self.cache._arena.memory[slot.offset + low : slot.offset + high]
-                np.copyto(place, np.frombuffer(data, np.uint8))
-        await self._pause(rng)
-        if good:
-            for name, slot, size in parts:
-                self.oracle.expect_bytes(name, slot, size, "saved")
-        self.cache.settle(plan, CopyResult(CopyStatus.OK if good else CopyStatus.FAILED))
-        self.after("settle save")
-
-    async def _copy_out(self, rng: random.Random, plan: CopyPlan, prefix: Prefix) -> None:
-        """Read slots into the engine's blocks, late, and settle."""
-        for _ in range(2):
-            await asyncio.sleep(rng.choice((0.0, 0.001, 0.03)))
-            for name, slot, size in self._parts(plan, prefix):
-                self.oracle.expect_bytes(name, slot, size, "loaded")
-        self.cache.settle(plan, CopyResult(CopyStatus.OK))
-        self.after("settle load")
-
-    def _parts(self, plan: CopyPlan, prefix: Prefix) -> list[tuple[RecordId, Slot, int]]:
-        """Return name, slot and bytes of each part; block ids are places in the prompt."""
-        found = []
-        sizes = dict(zip(self._namer.names, self._namer.nbytes, strict=True))
-        for part in plan.parts:
-            which = PartName(part.component, part.shard, part.shards)
-            key = prefix.keys[part.blocks[0] * _BLOCK // _CHUNK]
-            slot = Slot(part.offset, part.nbytes, part.serial)
-            found.append((record_id(key, which), slot, sizes[which]))
-        return found
-
-    # ---- another host
-
-    def _write_as_another_host(self) -> None:
-        """Put the beginnings of some prompts into the shared tiers."""
-        rng = self.loop.rng("another host")
-        for shape, store in zip(self.scenario.tiers, self.stores, strict=True):
-            if shape.shared:
-                for tokens in self.prompts:
-                    prefix = self.cache.prefix(tokens)
-                    count = rng.randrange(len(prefix.names) + 1)
-                    parts = [part for chunk in prefix.parts(0, count) for part in chunk]
-                    store.inner.write_many([self._record(*part) for part in parts])
-
-    def _record(self, name: RecordId, parent: RecordId | None, depth: int, nbytes: int) -> Write:
-        data = payload(name, nbytes)
-        total = checksum(data)
-        width = KEY_BYTES
-        part = next(one for one in self._namer.names if record_id(name[:width], one) == name)
-        above = parent[:width] if parent is not None else bytes(width)
-        header = Header(
-            self._digest, name[:width], above, depth, part, nbytes, nbytes, total, total
-        )
-        return Write(header, memoryview(bytearray(data)))
 
 
 def _prompts(rng: random.Random) -> list[NDArray[np.int32]]:
@@ -373,21 +343,35 @@ def _prompts(rng: random.Random) -> list[NDArray[np.int32]]:
     return prompts
 
 
-def run_world(seed: int, scenario: Scenario | None = None, *, keep_trace: bool = False) -> SimLoop:
-    """Live through the world of a seed. Raises whatever goes wrong, naming the seed."""
+def run_world(
+    seed: int,
+    scenario: Scenario | None = None,
+    *,
+    watch: Callable[[World], None] | None = None,
+) -> SimLoop:
+    """Live through the world of a seed. Raises whatever goes wrong, naming the seed.
+
+    watch: called with the world before anything happens in it.
+    """
     drawn = scenario or Scenario.draw(seed)
     worlds: list[World] = []
 
     async def main(loop: SimLoop) -> None:
         world = World(loop, drawn)
         worlds.append(world)
+        if watch is not None:
+            watch(world)
         await world.live()
 
     conditions = Conditions(cancel_rate=drawn.cancel_rate)
     if drawn.hangs:
-        conditions = replace(conditions, slow_seconds=_HANG_SECONDS)
+        conditions = replace(
+            conditions, slow_seconds=_HANG_SECONDS, slow_rate=0.3, max_idle_seconds=1000.0
+        )
+    if drawn.steady:
+        conditions = replace(conditions, order="fifo", stall_rate=0.0)
     try:
-        return simulate(main, seed, conditions, keep_trace=keep_trace)
+        return simulate(main, seed, conditions)
     finally:
         for world in worlds:
             world.cache._arena.close()

@@ -1,0 +1,262 @@
+"""How often the races of interest were reached in one simulated run, and when.
+
+A guard that no schedule ever leans on is not tested by a thousand clean ones. The counters sit
+around the core's own calls, look, and change nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from kvtier.cache import Cache
+from kvtier.catalog.index import DRAM, NO_ROW
+from kvtier.catalog.lease import Lease, LeaseState
+from kvtier.identity.record import RecordId
+from kvtier.tiers.store import Status
+from kvtier.tiers.tier import Fetched, Tier, Wanted
+
+__all__ = ["EVENTS", "Events"]
+
+EVENTS: Final = {
+    "fetch_joined": "a fetch waits for a read that another fetch began",
+    "waiter_timed_out": "a fetch ended while its read went on",
+    "fetch_abandoned": "nobody wanted a fetch any more",
+    "request_cancelled": "a request was cancelled at one of its awaits",
+    "lease_refused": "a matched chunk was no longer in DRAM",
+    "lease_expired": "a lease ended by its deadline",
+    "lease_expired_with_plan_out": "its slots stay until the copy has settled",
+    "plan_refused": "a plan was asked for after the lease's deadline",
+    "eviction_refused_for_hold": "a part stayed because something held it",
+    "eviction_refused_for_child": "a part stayed because it has children there",
+    "last_copy_evicted": "nothing else could leave, so children below lost their parent",
+    "save_refused_for_room": "no slot was free for a chunk",
+    "save_copy_failed": "a reserved slot was not filled",
+    "commit_refused": "the parent was gone when the bytes were whole",
+    "orphan_made": "a part's parent left its last tier",
+    "orphan_revived": "the parent of a part came back",
+    "spill_dropped_evicted": "a part left DRAM before its turn to be written",
+    "spill_dropped_full": "a tier had no room for a part",
+    "spill_dropped_failed": "a tier failed to write a part",
+    "clear_while_held": "a tier was cleared while parts were held",
+    "probe_answered": "a shared tier had chunks that the index did not know",
+    "probe_late": "a shared tier answered after the fetch had ended",
+    "stray_noted": "a record may be in a Store though the index does not say so",
+    "stray_deleted": "such a record was found and deleted",
+    "read_corrupt": "bytes from below were not those that were written",
+    "read_absent": "a tier had lost a part",
+    "other_copy_served": "one tier failed to return a part, the next returned it",
+    "breaker_opened": "a tier failed so often that it is left alone",
+    "breaker_refused": "a call was not made because the breaker is open",
+    "breaker_tried": "one call tried a tier that had been left alone",
+    "calls_hung": "every thread of a tier sat in a call that did not return",
+}
+"""Every event, and what it says."""
+
+
+class Events:
+    """Counts the events of one Cache. tell: called with each name as it happens."""
+
+    def __init__(self, cache: Cache, tell: Callable[[str], None]) -> None:
+        self.counts: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
+        self._cache = cache
+        self._tell = tell
+        self._index = cache._catalog._index
+        self._failed: dict[RecordId, None] = {}
+        self._watch_catalog()
+        self._watch_index()
+        self._watch_moves()
+        for tier in cache._tiers.values():
+            self._watch_tier(tier)
+
+    def count(self, name: str) -> None:
+        """Count one event."""
+        self.counts[name] += 1
+        self._tell(name)
+
+    def finish(self, *, cancelled: int, abandoned: int) -> None:
+        """Add what the cache itself has counted. cancelled: requests; abandoned: fetches."""
+        get = self._cache.metrics.get
+        for why in ("evicted", "full", "failed"):
+            self.counts[f"spill_dropped_{why}"] = int(get("dropped_spills", reason=why))
+        self.counts["save_refused_for_room"] = int(get("dropped_saves", reason="busy"))
+        self.counts["save_copy_failed"] = int(get("dropped_saves", reason="copy"))
+        self.counts["request_cancelled"] = cancelled
+        self.counts["fetch_abandoned"] = abandoned
+
+    def _after(self, owner: Any, name: str, look: Callable[..., None]) -> None:
+        """Have ``look(result, *args)`` called after each call of an object's method."""
+        inner = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            result = inner(*args, **kwargs)
+            look(result, *args)
+            return result
+
+        setattr(owner, name, watched)
+
+    def _after_await(self, owner: Any, name: str, look: Callable[..., None]) -> None:
+        inner = getattr(owner, name)
+
+        async def watched(*args: Any, **kwargs: Any) -> Any:
+            result = await inner(*args, **kwargs)
+            look(result, *args)
+            return result
+
+        setattr(owner, name, watched)
+
+    # ---- the Catalog
+
+    def _watch_catalog(self) -> None:
+        catalog = self._cache._catalog
+        self._after(catalog, "lease", self._if_none("lease_refused"))
+        self._after(catalog, "issue", self._if_not("plan_refused"))
+        self._after(catalog, "commit", self._if_not("commit_refused"))
+        self._after(catalog, "hold_for_fetch", self._held_for_fetch)
+        self._after(catalog, "resident", self._looked_what_arrived)
+        self._after(catalog._room, "_last_copy", self._evicted_last_copy)
+        clear, end = catalog.clear, catalog._leases.end
+
+        def watched_clear(tier: int) -> Any:
+            if self._index.held_rows:
+                self.count("clear_while_held")
+            return clear(tier)
+
+        def watched_end(lease: Lease, state: LeaseState) -> None:
+            if state is LeaseState.EXPIRED:
+                self.count("lease_expired")
+                if lease.plans:
+                    self.count("lease_expired_with_plan_out")
+            end(lease, state)
+
+        catalog.clear = watched_clear  # type: ignore[method-assign]
+        catalog._leases.end = watched_end  # type: ignore[method-assign]
+
+    def _if_none(self, name: str) -> Callable[..., None]:
+        return lambda result, *_: self.count(name) if result is None else None
+
+    def _if_not(self, name: str) -> Callable[..., None]:
+        return lambda result, *_: None if result else self.count(name)
+
+    def _held_for_fetch(self, held: Any, *_: object) -> None:
+        chunks, fresh = held
+        reading = self._cache._moves._fetcher._reading
+        if any(row in reading and row not in fresh for rows in chunks for row in rows):
+            self.count("fetch_joined")
+
+    def _looked_what_arrived(self, _: int, chunks: Sequence[tuple[int, ...]]) -> None:
+        reading = self._cache._moves._fetcher._reading
+        if any(row in reading for rows in chunks for row in rows):
+            self.count("waiter_timed_out")
+
+    def _evicted_last_copy(self, row: int, *_: object) -> None:
+        if row != NO_ROW:
+            self.count("last_copy_evicted")
+
+    # ---- the index
+
+    def _watch_index(self) -> None:
+        index = self._index
+        add, discard = index.add, index.discard
+
+        def watched_leaf(may: bool, row: int, tier: int) -> None:  # noqa: FBT001  (a result)
+            if may or tier != DRAM:
+                return
+            held = index.holds[row] > 0
+            self.count("eviction_refused_for_hold" if held else "eviction_refused_for_child")
+
+        def watched_add(row: int, tier: int, charged: int = 0) -> None:
+            before = index.orphans
+            add(row, tier, charged)
+            self._compare(before)
+
+        def watched_discard(row: int, tier: int) -> int:
+            before = index.orphans
+            charged = discard(row, tier)
+            self._compare(before)
+            return charged
+
+        self._after(index, "leaf", watched_leaf)
+        index.add = watched_add  # type: ignore[method-assign]
+        index.discard = watched_discard  # type: ignore[method-assign]
+
+    def _compare(self, before: int) -> None:
+        if self._index.orphans > before:
+            self.count("orphan_made")
+        elif self._index.orphans < before:
+            self.count("orphan_revived")
+
+    # ---- what moves
+
+    def _watch_moves(self) -> None:
+        moves = self._cache._moves
+
+        def asked(found: int, *_: object) -> None:
+            if found:
+                self.count("probe_answered")
+
+        def asked_within(_: int, *__: object) -> None:
+            if any(not task.done() for task in moves._asking):
+                self.count("probe_late")
+
+        self._after_await(moves, "_ask", asked)
+        self._after_await(moves, "_ask_within", asked_within)
+        self._after(moves._fetcher, "_end", lambda _, row, *__: self._ended(row))
+        for spiller in moves._spillers.values():
+            strays = spiller._strays
+            self._after(strays, "note", self._noted)
+            self._watch_delete(strays)
+
+    def _ended(self, row: int) -> None:
+        self._failed.pop(self._index.names[row], None)
+
+    def _noted(self, _: None, name: RecordId, __: int) -> None:
+        del name
+        self.count("stray_noted")
+
+    def _watch_delete(self, strays: Any) -> None:
+        delete = strays.delete
+
+        async def watched(records: Any) -> None:
+            before = [name for name in strays._charged if name not in records]
+            await delete(records)
+            if any(name not in strays._charged for name in before):
+                self.count("stray_deleted")
+
+        strays.delete = watched
+
+    # ---- a Tier
+
+    def _watch_tier(self, tier: Tier) -> None:
+        breaker = tier._breaker
+        allow, report = breaker.allow, breaker.report
+
+        def watched_allow() -> bool:
+            closed, passes = breaker.closed, allow()
+            if not closed:
+                self.count("breaker_tried" if passes else "breaker_refused")
+            return passes
+
+        def watched_report(*, ok: bool) -> None:
+            closed = breaker.closed
+            report(ok=ok)
+            if closed and not breaker.closed:
+                self.count("breaker_opened")
+
+        breaker.allow = watched_allow  # type: ignore[method-assign]
+        breaker.report = watched_report  # type: ignore[method-assign]
+        self._after(tier, "_hung", lambda hung: self.count("calls_hung") if hung else None)
+        self._after_await(tier, "read", self._was_read)
+
+    def _was_read(self, outcomes: list[Fetched], wanted: Sequence[Wanted]) -> None:
+        for outcome, one in zip(outcomes, wanted, strict=True):
+            if outcome.status is Status.OK:
+                if one.id in self._failed:
+                    self.count("other_copy_served")
+                continue
+            self._failed[one.id] = None
+            if outcome.status is Status.CORRUPT:
+                self.count("read_corrupt")
+            elif outcome.status is Status.ABSENT:
+                self.count("read_absent")
