@@ -32,6 +32,7 @@ _BATCH_BYTES: Final = 64 << 20
 _FULL_TRIES: Final = 8
 _SEEN_NAMES: Final = 1 << 16
 _WAITING_NAMES: Final = 1 << 16
+_DROPPED_NAMES: Final = 1 << 16
 
 
 class _Job(NamedTuple):
@@ -194,6 +195,8 @@ class Spiller:
         """Count parts that are not written; what hangs under them will not be kept either."""
         if jobs:
             self._dropped |= dict.fromkeys(job.part.name for job in jobs)
+            while len(self._dropped) > _DROPPED_NAMES:  # their children were queued long ago
+                del self._dropped[next(iter(self._dropped))]
             self._metrics.add("dropped_spills", len(jobs), tier=self._tier.name, reason=reason)
 
     def _lot(self, job: _Job) -> int:
