@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from kvtier.catalog.catalog import Catalog, Part
+from kvtier.catalog.catalog import LOT, Catalog, Part
 from kvtier.catalog.fetch import Fetcher
 from kvtier.catalog.lease import Lease
 from kvtier.catalog.probe import Probe, search
@@ -210,7 +210,8 @@ class Moves:
         if number in self._spillers:
             await self._spillers[number].clear()
         else:
-            while self._catalog.clear(number):  # noqa: ASYNC110  (engine threads want the lock)
+            # Engine threads want the lock between lots, and their saves must not keep it up.
+            while len(self._catalog.clear(number)) == LOT:  # noqa: ASYNC110
                 await asyncio.sleep(0)
 
     async def reap(self) -> None:

@@ -362,7 +362,7 @@ class Catalog:
             return victims
 
     def clear(self, tier: int) -> list[Victim]:
-        """Take what nobody holds out of a tier, deepest first: LOT parts, and none at the end."""
+        """Take what nobody holds out of a tier, deepest first; fewer than LOT when all of it."""
         with self._lock:
             rows = itertools.islice(self._room.victims(tier), LOT)
             return [self._take_out(row, tier) for row in rows]

@@ -92,6 +92,11 @@ def test_a_plan_that_does_not_fit_the_blocks_holds_nothing(toy):
     assert toy.cache.figures()["kvtier_leased_parts"] == 0
 
 
+def test_clearing_ends_while_others_go_on_saving(toy, monkeypatch):
+    monkeypatch.setattr(toy.cache._catalog, "clear", lambda tier: ["just saved"])
+    toy.cache.clear("dram", timeout=5)
+
+
 def test_a_part_that_cannot_be_sealed_gives_its_slot_back(toy, monkeypatch):
     tokens = prompt(257)
     left = [3]
