@@ -1,14 +1,12 @@
-"""``python -m kvtier.bench.arm PARENT``: one arm of a benchmark, in a process of its own.
+"""``python -m kvtier.bench.arm THREADS``: one arm of a benchmark, in a process of its own.
 
 Reads requests from stdin and answers on stdout, one JSON line each; see ``messages``. Ends when
-stdin does, and at once when its parent dies.
+stdin does.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -51,7 +49,6 @@ from kvtier.errors import KvtierError, MisuseError
 __all__ = ["Arm", "main"]
 
 _FLUSH_SECONDS: Final = 120.0
-_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _SPARE_BLOCKS: Final = 16
 
 
@@ -183,8 +180,7 @@ class Arm:
 
 def main() -> None:
     """Answer until stdin ends."""
-    _end_with(int(sys.argv[1]))
-    torch.set_num_threads(int(sys.argv[2]))
+    torch.set_num_threads(int(sys.argv[1]))
     torch.use_deterministic_algorithms(mode=True)
     arm = Arm()
     with _own_stdout() as out:
@@ -216,13 +212,6 @@ def _own_stdout() -> BinaryIO:
     mine = os.dup(1)
     os.dup2(2, 1)
     return os.fdopen(mine, "wb")
-
-
-def _end_with(parent: int) -> None:
-    """Ask the kernel to kill this process when its parent dies, and look whether it has."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit("the benchmark has gone")
 
 
 def _read_bytes() -> int:

@@ -15,6 +15,7 @@ import msgspec
 
 from kvtier.bench.messages import Failed, Reply, Request
 from kvtier.errors import ConfigError, KvtierError
+from kvtier.testing.with_parent import with_parent
 
 __all__ = ["Child"]
 
@@ -42,11 +43,11 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "kvtier.bench.arm", str(os.getpid()), str(self._threads)]
+        command = [sys.executable, "-m", "kvtier.bench.arm", str(self._threads)]
         stderr = self._log.open("wb") if self._log else None
         try:
             self._process = subprocess.Popen(  # noqa: S603  (our own command)
-                command,
+                with_parent(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,

@@ -17,8 +17,9 @@ _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 
 def file_system(directory: Path) -> str:
     """Return the type of the file system that holds `directory`; empty if the system hides it."""
-    path, best, kind = directory.resolve(), Path(), ""
+    best, kind = Path(), ""
     try:
+        path = directory.resolve()
         lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
@@ -33,12 +34,12 @@ def file_system(directory: Path) -> str:
 
 def disk_directory() -> Path:
     """Return a directory to write to that is not in memory. Raises ConfigError for none."""
-    for place in (Path.cwd(), Path("/var/tmp"), Path(tempfile.gettempdir())):  # noqa: S108  (made unguessable)
-        if file_system(place) in _IN_MEMORY:
-            continue
+    for place in (Path(), Path("/var/tmp"), Path(tempfile.gettempdir())):  # noqa: S108  (made unguessable)
         try:
+            if file_system(place) in _IN_MEMORY:
+                continue
             with tempfile.TemporaryFile(dir=place):
-                return place
+                return place.absolute()
         except OSError:
             continue
     raise ConfigError("no directory on a disk can be written to here; name one with --dir")

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
-from urllib.parse import urlsplit
 
+from kvtier.bench.bucket import bucket_url
 from kvtier.bench.filesystem import disk_directory
 from kvtier.bench.settings import Settings
 from kvtier.config import load_store, parse_tier, store_types
@@ -42,9 +42,7 @@ class Place:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            self.directory = Path(stack.enter_context(self._temporary()))
-            # It may stand in a checkout: nobody's `git status` should list it.
-            (self.directory / ".gitignore").write_text("*\n", encoding="utf-8")
+            self.directory = self._temporary(stack)
             if "lmdb" in self._settings.arms or "s3" in self._settings.arms:
                 _try(self.tiers(("lmdb",), "probe", 0)[0])
             if "s3" in self._settings.arms:
@@ -86,21 +84,23 @@ class Place:
         """Return the body bytes that the S3 server counted; None for one that is not ours."""
         return None if self._server is None else self._server.traffic().bytes_sent
 
-    def _temporary(self) -> tempfile.TemporaryDirectory[str]:
+    def _temporary(self, stack: contextlib.ExitStack) -> Path:
         parent = self._settings.directory or disk_directory()
         try:
-            return tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=parent)
+            made = tempfile.TemporaryDirectory(prefix="kvtier-bench-", dir=parent)
+            directory = Path(stack.enter_context(made))
+            # It may stand in a checkout: nobody's `git status` should list it.
+            (directory / ".gitignore").write_text("*\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(
                 f"cannot write to {parent} ({error.strerror}); name another directory with --dir"
             ) from error
+        return directory
 
     def _reach(self, stack: contextlib.ExitStack) -> None:
         settings = self._settings
         if settings.s3 is not None:
-            if settings.s3_delay:
-                raise ConfigError("--s3-delay slows the benchmark's own server; leave out --s3")
-            self._url = _url_of(settings.s3)
+            self._url = bucket_url(settings.s3, f"bench-{uuid.uuid4().hex[:12]}")
             _try(self._url)
             return
         server = stack.enter_context(SeaweedServer())
@@ -112,19 +112,6 @@ class Place:
         self._url = (
             f"s3://{bucket}/records?capacity=unbounded&admission=through&endpoint={endpoint}"
         )
-
-
-def _url_of(url: str) -> str:
-    """Put a prefix of this run's own into the URL of a bucket, and a capacity if it has none."""
-    parts = urlsplit(url)
-    if parts.scheme != "s3" or not parts.netloc:
-        raise ConfigError("--s3 takes the URL of a bucket, like s3://bucket/prefix")
-    where = "/".join(filter(None, (parts.path.strip("/"), f"bench-{uuid.uuid4().hex[:12]}")))
-    query = parts.query
-    for option in ("capacity=unbounded", "admission=through"):
-        if option.partition("=")[0] + "=" not in query:
-            query = f"{query}&{option}".lstrip("&")
-    return f"s3://{parts.netloc}/{where}?{query}"
 
 
 def _try(url: str) -> None:

@@ -31,7 +31,7 @@ from kvtier.bench.report import Sample
 from kvtier.bench.settings import Settings
 from kvtier.bench.workloads import Group, MultiTurn, NoReuse, SharedPrefix
 from kvtier.errors import ConfigError
-from kvtier.units import format_bytes
+from kvtier.units import format_bytes, format_least
 
 __all__ = ["Outcome", "Tell", "multi_turn", "no_reuse", "shared_prefix"]
 
@@ -209,7 +209,7 @@ def _check_capacity(option: str, given: int, need: int) -> None:
     if need > given:
         raise ConfigError(
             f"{option} {format_bytes(given)} is too little for this workload; give at least "
-            f"{format_bytes(need)}, or ask for fewer or shorter prompts"
+            f"{format_least(need)}, or ask for fewer or shorter prompts"
         )
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from kvtier.bench.bucket import bucket_url
 from kvtier.errors import ConfigError, unknown
+from kvtier.units import format_seconds
 
-__all__ = ["ARMS", "RANDOM", "SMOLLM2", "Settings", "check_arms", "check_model"]
+__all__ = ["ARMS", "RANDOM", "SMOLLM2", "Settings", "check_arms", "check_engine", "check_model"]
 
 ARMS: Final = ("recompute", "hbm", "dram", "lmdb", "s3")
 """Where the KV of a prefix comes from; each arm runs in a process of its own."""
@@ -17,6 +20,8 @@ ARMS: Final = ("recompute", "hbm", "dram", "lmdb", "s3")
 SMOLLM2: Final = "smollm2"
 RANDOM: Final = "random"
 _MODELS: Final = (SMOLLM2, RANDOM)
+_ENGINE: Final = ("torch", "gguf", "tokenizers")
+_LONGEST_DELAY: Final = 2.0  # seconds; the S3 tier waits 5 for an answer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,15 +46,37 @@ class Settings:
     s3_delay: float
     verbose: bool
 
+    def __post_init__(self) -> None:
+        if "s3" not in self.arms:
+            for option, value in (("--s3", self.s3), ("--s3-delay", self.s3_delay)):
+                if value:
+                    raise ConfigError(f"{option} is for the arm s3: add it to --arms")
+        if self.s3 is not None:
+            if self.s3_delay:
+                raise ConfigError("--s3-delay slows the benchmark's own server; leave out --s3")
+            bucket_url(self.s3)
+        if self.s3_delay > _LONGEST_DELAY:
+            raise ConfigError(f"--s3-delay goes up to {format_seconds(_LONGEST_DELAY)}")
+
 
 def check_arms(names: Sequence[str]) -> tuple[str, ...]:
     """Return the arms by name, in the order of ARMS. Raises ConfigError for an unknown one."""
+    names = [name.strip() for name in names if name.strip()]
     for name in names:
         if name not in ARMS:
             raise unknown("arm", name, ARMS)
     if not names:
         raise ConfigError(f"no arm is named; choose from: {', '.join(ARMS)}")
     return tuple(arm for arm in ARMS if arm in names)
+
+
+def check_engine() -> None:
+    """Look for what the engine needs and the library does not. Raises ConfigError."""
+    absent = [name for name in _ENGINE if importlib.util.find_spec(name) is None]
+    if absent:
+        raise ConfigError(
+            f"the benchmark needs {', '.join(absent)}; install with: pip install 'kvtier[engine]'"
+        )
 
 
 def check_model(name: str) -> str:

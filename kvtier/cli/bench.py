@@ -6,12 +6,20 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
-from kvtier.bench.settings import ARMS, SMOLLM2, Settings, check_arms, check_model
+from kvtier.bench.settings import (
+    ARMS,
+    SMOLLM2,
+    Settings,
+    check_arms,
+    check_engine,
+    check_model,
+)
 from kvtier.bench.workloads import MultiTurn, NoReuse, SharedPrefix
+from kvtier.cli.kinds import DIRECTORY, Count
 from kvtier.cli.main import CommandGroup
 from kvtier.errors import ConfigError
 from kvtier.units import parse_bytes, parse_seconds
@@ -22,7 +30,8 @@ if TYPE_CHECKING:
 __all__ = ["bench", "multi_turn", "no_reuse", "shared_prefix"]
 
 _HERE: Final = "kvtier.cli.bench"
-_COUNT: Final = click.IntRange(min=1)
+_MOST_THREADS: Final = 1024
+F = TypeVar("F", bound=Callable[..., Any])
 _DEMO_PREFIXES: Final = 4
 
 
@@ -34,6 +43,7 @@ _DEMO_PREFIXES: Final = 4
         "no-reuse": f"{_HERE}:no_reuse",
     },
     kind="workload",
+    short_help="Serve prompts with the cache and without.",
     no_args_is_help=False,
     invoke_without_command=True,
 )
@@ -49,44 +59,87 @@ def bench(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-def _common(arms: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
-    """Give a command the options that all workloads share, and gather them."""
-    options = [
-        click.option("--arms", default=arms, show_default=True, help=f"Of: {','.join(ARMS)}."),
+def _number(*names: str, least: int = 1, most: int | None = None, **more: Any) -> Callable[[F], F]:
+    """Return an option that takes a whole number, of which the first name counts."""
+    name = names[0].removeprefix("--").replace("-", "_")
+    kind = Count(least, most)
+    return click.option(*names, name, type=kind, metavar="N", show_default=True, **more)
+
+
+def _shared_options(arms: str) -> list[Callable[[F], F]]:
+    """Return the options of all workloads. arms: by default."""
+    return [
+        click.option(
+            "--arms",
+            default=arms,
+            show_default=True,
+            metavar="LIST",
+            help=f"Where the KV comes from, of {','.join(ARMS)}.",
+        ),
         click.option(
             "--model",
             default=SMOLLM2,
             show_default=True,
+            metavar="NAME",
             help="smollm2, random (tiny, for tests), or a GGUF file of the Llama family.",
         ),
-        click.option("--threads", type=_COUNT, default=1, show_default=True, help="Of torch."),
-        click.option("--seed", type=int, default=0, show_default=True, help="Of the prompts."),
-        click.option(
-            "--chunk-tokens", type=_COUNT, default=256, show_default=True, help="Of the cache."
+        _number(
+            "--threads", most=_MOST_THREADS, default=1, help="Threads that torch computes with."
         ),
-        click.option("--dram", metavar="SIZE", help="Capacity of dram; by default, what it takes."),
-        click.option("--disk", default="8GiB", show_default=True, help="Capacity of lmdb."),
+        click.option(
+            "--seed",
+            type=int,
+            default=0,
+            show_default=True,
+            metavar="N",
+            help="One seed gives one set of prompts.",
+        ),
+        _number("--chunk-tokens", default=256, help="Tokens of a chunk of the cache."),
+        click.option(
+            "--dram", metavar="SIZE", help="Capacity of the dram tier; by default, what it takes."
+        ),
+        click.option(
+            "--disk",
+            default="8GiB",
+            show_default=True,
+            metavar="SIZE",
+            help="Capacity of the lmdb tier.",
+        ),
         click.option(
             "--dir",
             "directory",
-            type=click.Path(path_type=Path),
+            type=DIRECTORY,
             help="Where the lmdb tier goes: a temporary directory is made in it.",
         ),
-        click.option("--s3", metavar="URL", help="An existing bucket; by default, a server here."),
         click.option(
-            "--s3-delay", default="0s", show_default=True, help="Added round trip, like 20ms."
+            "--s3",
+            metavar="URL",
+            help="A bucket that exists; by default, a server is started here.",
         ),
-        click.option("--json", "json_file", metavar="FILE", help="Write the report; - is stdout."),
-        click.option("--output-details", is_flag=True, help="Every request in the JSON."),
+        click.option(
+            "--s3-delay",
+            default="0s",
+            show_default=True,
+            metavar="TIME",
+            help="Round-trip time added to that server, like 20ms.",
+        ),
+        click.option(
+            "--json", "json_file", metavar="FILE", help="Write the report there; - is stdout."
+        ),
+        click.option("--output-details", is_flag=True, help="Put every request into the JSON."),
         click.option("-v", "--verbose", is_flag=True, help="Show what the arms' processes log."),
     ]
+
+
+def _common(arms: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
+    """Give a command the options that all workloads share, and gather them."""
 
     def add(command: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(command)
         def gathered(**given: Any) -> int:
             dram = given.pop("dram")
             settings = Settings(
-                arms=check_arms([name for name in given.pop("arms").split(",") if name]),
+                arms=check_arms(given.pop("arms").split(",")),
                 model=check_model(given.pop("model")),
                 dram=None if dram is None else parse_bytes(dram),
                 disk=parse_bytes(given.pop("disk")),
@@ -98,45 +151,36 @@ def _common(arms: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
             )
             return command(settings, given.pop("json_file"), given.pop("output_details"), **given)
 
-        for option in reversed(options):
+        for option in reversed(_shared_options(arms)):
             option(gathered)
         return gathered
 
     return add
 
 
-@click.command("shared-prefix")
-@click.option(
-    *("--num-prefixes", "--prefix-repetition-num-prefixes", "--gsp-num-groups", "num_prefixes"),
-    type=_COUNT,
+@click.command("shared-prefix", short_help="Prompts that share long prefixes.")
+@_number(
+    *("--num-prefixes", "--prefix-repetition-num-prefixes", "--gsp-num-groups"),
     help="Different prefixes, besides one to warm up.  [default: 8]",
 )
-@click.option(
-    *("--prefix-len", "--prefix-repetition-prefix-len", "--gsp-system-prompt-len", "prefix_len"),
-    type=_COUNT,
+@_number(
+    *("--prefix-len", "--prefix-repetition-prefix-len", "--gsp-system-prompt-len"),
     default=2048,
-    show_default=True,
     help="Tokens of a prefix.",
 )
-@click.option(
-    *("--suffix-len", "--prefix-repetition-suffix-len", "--gsp-question-len", "suffix_len"),
-    type=_COUNT,
+@_number(
+    *("--suffix-len", "--prefix-repetition-suffix-len", "--gsp-question-len"),
     default=32,
-    show_default=True,
     help="Tokens of a question, at most.",
 )
-@click.option(
-    *("--output-len", "--prefix-repetition-output-len", "--gsp-output-len", "output_len"),
-    type=_COUNT,
+@_number(
+    *("--output-len", "--prefix-repetition-output-len", "--gsp-output-len"),
     default=16,
-    show_default=True,
     help="Tokens of an answer.",
 )
-@click.option(
-    *("--prompts-per-prefix", "--gsp-prompts-per-group", "prompts_per_prefix"),
-    type=_COUNT,
+@_number(
+    *("--prompts-per-prefix", "--gsp-prompts-per-group"),
     default=1,
-    show_default=True,
     help="Timed questions on each prefix.",
 )
 @click.option("--demo", is_flag=True, help=f"A short run: {_DEMO_PREFIXES} prefixes.")
@@ -159,26 +203,12 @@ def shared_prefix(
     return _run(settings, SharedPrefix(num_prefixes=count, **shape), json_file, details)
 
 
-@click.command("multi-turn")
-@click.option(
-    "--num-conversations", type=_COUNT, default=2, show_default=True, help="Besides one to warm up."
-)
-@click.option(
-    "--turns", type=click.IntRange(min=2), default=3, show_default=True, help="Of a conversation."
-)
-@click.option(
-    "--prefix-len", type=_COUNT, default=1024, show_default=True, help="Tokens of the first text."
-)
-@click.option(
-    "--suffix-len",
-    type=_COUNT,
-    default=48,
-    show_default=True,
-    help="Tokens of a question, at most.",
-)
-@click.option(
-    "--output-len", type=_COUNT, default=16, show_default=True, help="Tokens of an answer."
-)
+@click.command("multi-turn", short_help="Conversations that grow.")
+@_number("--num-conversations", default=2, help="Conversations, besides one to warm up.")
+@_number("--turns", least=2, default=3, help="Turns of a conversation.")
+@_number("--prefix-len", default=1024, help="Tokens of the text that it begins with.")
+@_number("--suffix-len", default=48, help="Tokens of a question, at most.")
+@_number("--output-len", default=16, help="Tokens of an answer.")
 @_common(",".join(ARMS))
 def multi_turn(
     settings: Settings,
@@ -186,31 +216,17 @@ def multi_turn(
     details: bool,  # noqa: FBT001  (an option)
     **shape: int,
 ) -> int:
-    """Conversations that grow: each prompt is all that was said, and one more question.
+    """Conversations: each prompt is all that was said and one more question.
 
     Times are those of the second and later turns.
     """
     return _run(settings, MultiTurn(**shape), json_file, details)
 
 
-@click.command("no-reuse")
-@click.option(
-    "--num-prompts", type=_COUNT, default=8, show_default=True, help="Besides one to warm up."
-)
-@click.option(
-    *("--input-len", "--random-input-len", "input_len"),
-    type=_COUNT,
-    default=1024,
-    show_default=True,
-    help="Tokens of a prompt.",
-)
-@click.option(
-    *("--output-len", "--random-output-len", "output_len"),
-    type=_COUNT,
-    default=32,
-    show_default=True,
-    help="Tokens of an answer.",
-)
+@click.command("no-reuse", short_help="Prompts that share nothing.")
+@_number("--num-prompts", default=8, help="Prompts, besides one to warm up.")
+@_number("--input-len", "--random-input-len", default=1024, help="Tokens of a prompt.")
+@_number("--output-len", "--random-output-len", default=32, help="Tokens of an answer.")
 @_common("recompute,dram,lmdb")
 def no_reuse(
     settings: Settings,
@@ -229,6 +245,7 @@ def _run(
     details: bool,  # noqa: FBT001  (an option)
 ) -> int:
     """Run, show and write the report; 1 where it has problems."""
+    check_engine()
     from kvtier.bench.run import run
     from kvtier.cli.progress import progress
     from kvtier.cli.table import show
@@ -237,21 +254,29 @@ def _run(
         _check_writable(Path(json_file))
     with progress() as tell:
         report = run(settings, shape, tell, details=details)
-    if json_file is not None:
-        _write(report, json_file)
     if json_file != "-":
         show(report)
+    if json_file is not None:
+        _write(report, json_file)
     for problem in report.problems:
         click.echo(f"problem: {problem}", err=True)
     return 1 if report.problems else 0
 
 
 def _check_writable(path: Path) -> None:
-    """Find out before minutes of work whether the report can be written."""
+    """Find out before minutes of work whether the report can be written; leave no empty one."""
     try:
+        was_there = path.exists()
         path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}); name another file") from error
+        if not was_there:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        raise _not_written(path, error) from error
+
+
+def _not_written(path: Path, error: Exception) -> ConfigError:
+    cause = getattr(error, "strerror", None) or error
+    return ConfigError(f"cannot write {path} ({cause}); name another file")
 
 
 def _write(report: Report, json_file: str) -> None:
@@ -261,4 +286,7 @@ def _write(report: Report, json_file: str) -> None:
     if json_file == "-":
         sys.stdout.write(text)
     else:
-        Path(json_file).write_text(text, encoding="utf-8")
+        try:
+            Path(json_file).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise _not_written(Path(json_file), error) from error

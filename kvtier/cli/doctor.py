@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvtier.bench.bucket import bucket_url
+from kvtier.cli.kinds import DIRECTORY
+from kvtier.errors import ConfigError
 from kvtier.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -17,26 +20,35 @@ if TYPE_CHECKING:
 __all__ = ["doctor"]
 
 
-@click.command("doctor")
+@click.command("doctor", short_help="Look at what this machine offers.")
 @click.option(
     "--dir",
     "directory",
-    type=click.Path(path_type=Path),
+    type=DIRECTORY,
     help="Where an lmdb tier is to go; by default the current directory is looked at.",
 )
 @click.option("--s3", metavar="URL", help="A bucket for an s3 tier; it is written to.")
-@click.option("--dram", default="1GiB", show_default=True, help="Size of the dram tier wanted.")
+@click.option(
+    "--dram",
+    default="1GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Size of the dram tier wanted.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(directory: Path | None, s3: str | None, dram: str, as_json: bool) -> int:  # noqa: FBT001
     """Look at this machine: what works, what is limited, what is missing.
 
     Everything is tried, not guessed: a file is written past the page cache, an object is put,
-    read and deleted. The exit status is 1 if --dir or --s3 names something that cannot be used.
+    read and deleted. The exit status is 1 if --dir or --s3 names something that cannot be used,
+    and 2 if the command line makes no sense.
     """
     from kvtier.cli import probes
 
     wanted = parse_bytes(dram)
-    where = probes.disk(directory or Path.cwd())
+    if s3 is not None:
+        bucket_url(s3)
+    where = probes.disk(directory or _here())
     bucket = probes.s3(s3) if s3 is not None else None
     findings = [
         probes.python(),
@@ -51,6 +63,13 @@ def doctor(directory: Path | None, s3: str | None, dram: str, as_json: bool) -> 
     _show(findings, as_json=as_json)
     asked = [where] * (directory is not None) + ([bucket] if bucket else [])
     return 1 if any(finding.state == "missing" for finding in asked) else 0
+
+
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise ConfigError("the current directory is gone; name another with --dir") from error
 
 
 def _show(findings: Sequence[Finding], *, as_json: bool) -> None:

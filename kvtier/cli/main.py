@@ -17,7 +17,7 @@ __all__ = ["CommandGroup", "main", "run"]
 
 _BAD_INPUT: Final = 2
 _INTERRUPTED: Final = 130
-_TERMINATED: Final = 143
+_FATAL: Final = 128  # added to a signal's number, as shells do
 
 
 class CommandGroup(click.Group):
@@ -81,6 +81,8 @@ def run(args: Sequence[str] | None = None) -> int:
 def main() -> NoReturn:
     """Run this process's command line and exit."""
     signal.signal(signal.SIGTERM, _terminate)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as nohup has it
+        signal.signal(signal.SIGHUP, _terminate)
     sys.exit(run())
 
 
@@ -95,5 +97,5 @@ def _bad_input(message: str) -> int:
 
 def _terminate(number: int, frame: object) -> NoReturn:
     """Unwind, so that children, servers and temporary files go too."""
-    del number, frame
-    sys.exit(_TERMINATED)
+    del frame
+    sys.exit(_FATAL + number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
 import mmap
 import os
@@ -18,6 +19,7 @@ from typing import Final, Literal
 
 import msgspec
 
+from kvtier.bench.bucket import bucket_url
 from kvtier.bench.filesystem import file_system
 from kvtier.config import load_store, parse_tier, store_types
 from kvtier.errors import KvtierError
@@ -53,7 +55,7 @@ def python() -> Finding:
     """Look for torch, without which there is no engine and no benchmark."""
     version = platform.python_version()
     if importlib.util.find_spec("torch") is None:
-        means = "tiers, daemon and library work; the engine and the benchmark do not"
+        means = "library and tiers work; the engine and the benchmark do not"
         remedy = "pip install 'kvtier[engine]'"
         return Finding("python", "limited", f"{version}, no torch", means, remedy)
     import torch
@@ -79,14 +81,8 @@ def cpu() -> Finding:
 
 
 def gpu() -> Finding:
-    """Look for a CUDA device: by torch where it is installed, else by nvidia-smi."""
+    """Look for an NVIDIA GPU, by nvidia-smi."""
     means, remedy = "the engine runs on the CPU", "none is needed to try kvtier"
-    if importlib.util.find_spec("torch") is not None:
-        import torch
-
-        if torch.cuda.is_available():
-            names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-            return Finding("gpu", "ok", ", ".join(names), "KV can live in GPU memory")
     command = shutil.which("nvidia-smi")
     if command is None:
         return Finding("gpu", "missing", "none", means, remedy)
@@ -100,8 +96,9 @@ def gpu() -> Finding:
         said = " ".join((ran.stderr or ran.stdout).split())
         return Finding("gpu", "missing", f"nvidia-smi says: {said or 'nothing'}", means, remedy)
     found = "; ".join(line.split(" (UUID")[0] for line in ran.stdout.strip().splitlines())
-    means = "there is a GPU that this Python cannot use"
-    return Finding("gpu", "limited", found, means, "install a torch that is built for CUDA")
+    return Finding(
+        "gpu", "limited", found, "kvtier has no use for it yet: the engine runs on the CPU"
+    )
 
 
 def memory_lock(wanted: int) -> Finding:
@@ -144,6 +141,10 @@ def disk(directory: Path) -> Finding:
             try:
                 write, read = _direct_speed(Path(folder, "probe"))
             except OSError as error:
+                if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    found = f"{kind}, {format_bytes(free)} free"
+                    means = f"not even {format_bytes(_PROBE_BYTES)} fit, so that speed is unknown"
+                    return Finding(name, "limited", found, means, "free some space")
                 found = f"{kind}, no O_DIRECT ({error.strerror})"
                 means = "an lmdb tier works through the page cache, at the cost of memory"
                 remedy = "use a directory on ext4 or xfs, on a local NVMe drive"
@@ -195,10 +196,7 @@ def s3(url: str) -> Finding:
 
 @contextlib.contextmanager
 def _opened(url: str) -> Iterator[Store]:
-    given = url if "capacity=" in url else url + ("&" if "?" in url else "?") + "capacity=unbounded"
-    tier = parse_tier(given)
-    if tier.scheme != "s3":
-        raise KvtierError("--s3 takes the URL of a bucket, like s3://bucket/prefix")
+    tier = parse_tier(bucket_url(url))
     store = load_store(store_types()[tier.scheme]).open(tier.location, tier.capacity, tier.options)
     try:
         yield store

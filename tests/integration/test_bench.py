@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -180,9 +181,12 @@ def test_the_doctor_tries_a_bucket(s3_server, s3_credentials, s3_bucket, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, status):
-    args = ("shared-prefix", *SMALL, *ENDLESS, "--arms", "hbm")
+    report = tmp_path / "report.json"
+    args = ("shared-prefix", *SMALL, *ENDLESS, "--arms", "hbm", "--json", str(report))
     command = [sys.executable, "-m", "kvtier", "bench", *args, "--dir", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as bench:
         children = waited_for(lambda: children_of(bench.pid))
@@ -204,6 +208,20 @@ def test_arms_die_with_a_benchmark_that_was_killed(tmp_path):
     waited_for(lambda: not any(map(alive, children)))
 
 
+@pytest.mark.slow
+@pytest.mark.server
+def test_a_server_leaves_no_file_behind(weed):
+    with seaweed.SeaweedServer() as server:
+        folder = Path(server._folder.name)
+        sockets = [
+            seaweed._SOCKETS / f"seaweedfs-{part}-grpc-{port + seaweed._GRPC}.sock"
+            for part, port in server._ports.items()
+        ]
+        assert folder.exists()
+        assert any(path.exists() for path in sockets)
+    assert not any(path.exists() for path in (folder, *sockets))
+
+
 def waited_for(look):
     """Return what `look` finds, once it finds something."""
     give_up = time.monotonic() + 30
@@ -214,8 +232,16 @@ def waited_for(look):
 
 
 def children_of(pid):
+    """Return the arms that a benchmark has started, and knows of."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [int(child) for child in listed]
+    return [int(child) for child in listed if b"-m\0kvtier.bench.arm" in command_of(child)]
+
+
+def command_of(pid):
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        return command if b"-ISc" not in command else b""
+    return b""
 
 
 def alive(pid):

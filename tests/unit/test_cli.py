@@ -9,7 +9,9 @@ import sys
 import pytest
 
 import kvtier
-from kvtier.cli import probes
+from kvtier.bench import settings
+from kvtier.bench.filesystem import disk_directory
+from kvtier.cli import bench, probes
 from kvtier.cli.main import run
 
 
@@ -44,6 +46,20 @@ def refused(capsys, *args):
             "cannot write to /proc",
         ),
         (["bench", "shared-prefix", "--s3", "bucket", "--model", "random"], "like s3://bucket/pre"),
+        (["bench", "shared-prefix", "--threads", "1025"], "1<=x<=1024"),
+        (["bench", "shared-prefix", "--prefix-len", "ten"], "'ten' is not a valid whole number"),
+        (["bench", "no-reuse", "--s3", "s3://bucket"], "--s3 is for the arm s3"),
+        (["bench", "no-reuse", "--s3-delay", "20ms"], "--s3-delay is for the arm s3"),
+        (["bench", "shared-prefix", "--s3-delay", "3s"], "--s3-delay goes up to 2 s"),
+        (["bench", "shared-prefix", "--s3", "s3://[b"], "names no bucket"),
+        (["bench", "shared-prefix", "--s3", "s3://"], "like s3://bucket/prefix"),
+        (["bench", "shared-prefix", "--s3", "s3://b?endpont=x"], "did you mean 'endpoint'?"),
+        (["bench", "shared-prefix", "--s3", "s3://b?admission=through"], "takes no admission"),
+        (["bench", "shared-prefix", "--dir", ""], "--dir is empty"),
+        (["bench", "shared-prefix", "--json", "a\0b"], "cannot write"),
+        (["doctor", "--dir", ""], "--dir is empty"),
+        (["doctor", "--s3", ""], "like s3://bucket/prefix"),
+        (["doctor", "--s3", "memory:x"], "like s3://bucket/prefix"),
         (["doctor", "--dirr", "x"], "did you mean '--dir'?"),
         (["doctor", "--dram", "much"], "'much' is not a size"),
     ],
@@ -55,6 +71,29 @@ def test_bad_input_is_refused_in_one_line(capsys, args, said):
 def test_a_delay_for_a_server_that_is_not_ours_is_refused(capsys):
     args = ["bench", "shared-prefix", "--model", "random", "--s3", "s3://bucket"]
     assert "--s3-delay" in refused(capsys, *args, "--s3-delay", "20ms")
+
+
+def test_without_an_engine_the_benchmark_says_what_to_install(capsys, monkeypatch):
+    monkeypatch.setattr(settings, "_ENGINE", ("torch", "no_such_library"))
+    said = refused(capsys, "bench", "shared-prefix", "--model", "random")
+    assert said.startswith("error: the benchmark needs no_such_library; install with: pip install")
+
+
+def test_a_current_directory_that_is_gone_is_no_traceback(capsys, tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert "name another with --dir" in refused(capsys, "doctor")
+    assert disk_directory() != gone
+
+
+def test_looking_whether_a_report_can_be_written_leaves_nothing(tmp_path):
+    fresh, old = tmp_path / "fresh.json", tmp_path / "old.json"
+    old.write_text("{}")
+    for file in (fresh, old):
+        bench._check_writable(file)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
 
 
 @pytest.mark.parametrize(
@@ -157,11 +196,22 @@ def test_a_file_system_without_o_direct_is_limited(monkeypatch, tmp_path):
     assert "no O_DIRECT" in found.found
 
 
-def test_a_gpu_that_python_cannot_use_is_limited(monkeypatch, tmp_path):
+def test_a_full_disk_is_not_blamed_on_the_file_system(monkeypatch, tmp_path):
+    def refuse(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(probes, "_direct_speed", refuse)
+    found = probes.disk(tmp_path)
+    assert (found.state, found.change) == ("limited", "free some space")
+    assert "O_DIRECT" not in found.found
+
+
+def test_a_gpu_is_found_and_not_promised_to_be_used(monkeypatch, tmp_path):
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho 'GPU 0: Model (UUID: x)'\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     found = probes.gpu()
-    assert found.state in ("ok", "limited")
-    assert "Model" in found.found or found.state == "ok"
+    assert found.state == "limited"
+    assert "Model" in found.found
+    assert "the engine runs on the CPU" in found.means
