@@ -13,7 +13,11 @@ from kvtier.testing.simworld import run_world
 
 SEEDS = 60
 # Where the search begins for those that need a rarer world.
-BEGINS = {"believe-in-every-delete": 100, "never-try-a-broken-tier-again": 60}
+BEGINS = {
+    "believe-in-every-delete": 100,
+    "never-try-a-broken-tier-again": 60,
+    "free-slots-of-reads-that-nobody-waits-for": 160,
+}
 
 
 @pytest.fixture(autouse=True)
