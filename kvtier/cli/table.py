@@ -1,10 +1,11 @@
-"""A benchmark's report as a table."""
+"""A benchmark's report as tables."""
 
 from __future__ import annotations
 
 import math
 from typing import Final
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -13,21 +14,36 @@ from kvtier.units import format_bytes
 
 __all__ = ["show"]
 
-_BAR: Final = 16  # characters of the slowest arm's bar
+_WIDTH: Final = 80
+_BAR: Final = 10  # characters of the slowest arm's bar
 _EIGHTHS: Final = "▏▎▍▌▋▊▉█"
 
 
 def show(report: Report) -> None:
-    """Print the report on stdout."""
+    """Print the report on stdout: how fast, then from where, each within 80 columns."""
     console = Console()
     if not console.is_terminal:
-        console.width = 150  # a file has no width; rich would take 80 and cut the columns
-    table = Table(title=f"{report.workload}, {report.arms[0].requests} requests an arm")
-    table.add_column("arm")
-    for name in ("TTFT p50", "p99", "", "sooner", "TPOT", "hit tokens", "recomputed"):
-        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
-    table.add_column("bytes counted by the system", no_wrap=True)
-    table.add_column("same answers", justify="center")
+        console.width = _WIDTH  # a file has none
+    title = f"{report.workload}, {report.arms[0].requests} requests an arm"
+    for table in (_times_table(report), _sources_table(report)):
+        table.title, title = title, ""
+        console.print(table)
+    for line in _notes(report):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _table(*columns: str) -> Table:
+    """Return a table with right-aligned columns after the first; one without a name is a bar."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title_justify="left")
+    table.add_column("arm", no_wrap=True)
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    return table
+
+
+def _times_table(report: Report) -> Table:
+    table = _table("TTFT p50", "p99", "", "sooner", "TPOT p50")
+    table.add_column("answers")
     slowest = max(arm.ttft_ms.p50 for arm in report.arms)
     right = report.arms[0].tokens_sha256
     for arm in report.arms:
@@ -38,14 +54,22 @@ def show(report: Report) -> None:
             _bar(arm.ttft_ms.p50 / slowest),
             _times(arm.times_sooner_than_recompute),
             _ms(arm.tpot_ms.p50) if arm.tpot_ms else "",
+            "✓ same" if arm.tokens_sha256 == right else "✗ other",
+        )
+    return table
+
+
+def _sources_table(report: Report) -> Table:
+    table = _table("tokens found", "recomputed")
+    table.add_column("bytes counted by the system")
+    for arm in report.arms:
+        table.add_row(
+            arm.name,
             ", ".join(f"{count:,} {tier}" for tier, count in arm.hit_tokens.items()) or "0",
             f"{arm.recomputed_tokens:,}",
             _counted(arm),
-            "✓" if arm.tokens_sha256 == right else "✗",
         )
-    console.print(table)
-    for line in _notes(report):
-        console.print(line, highlight=False, soft_wrap=True)
+    return table
 
 
 def _notes(report: Report) -> list[str]:
