@@ -2,14 +2,15 @@
 
     cache = kvtier.open("dram:8GiB", "lmdb:/var/lib/kv?capacity=200GiB", namespace=namespace)
 
-Importing this package starts no thread and imports neither torch nor a storage client.
+Importing this package starts no thread and imports neither torch, numpy nor a storage client:
+what needs them is imported when it is first named.
 """
 
 from __future__ import annotations
 
-from kvtier.cache import Cache, Match
-from kvtier.cache import open_cache as open  # noqa: A004  (kvtier.open, as files are opened)
-from kvtier.config import Config, TierConfig
+from importlib import import_module
+from typing import TYPE_CHECKING, Final
+
 from kvtier.errors import (
     ConfigError,
     KvtierError,
@@ -19,6 +20,11 @@ from kvtier.errors import (
 )
 from kvtier.identity.geometry import Component, Geometry, Needs
 from kvtier.identity.namespace import Namespace, Request, Span
+
+if TYPE_CHECKING:
+    from kvtier.cache import Cache, Match
+    from kvtier.cache import open_cache as open  # noqa: A004  (kvtier.open, as files are opened)
+    from kvtier.config import Config, TierConfig
 
 __all__ = [
     "Cache",
@@ -40,3 +46,21 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_LATER: Final = {
+    "Cache": "kvtier.cache:Cache",
+    "Config": "kvtier.config:Config",
+    "Match": "kvtier.cache:Match",
+    "TierConfig": "kvtier.config:TierConfig",
+    "open": "kvtier.cache:open_cache",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a name of `_LATER` when it is first asked for."""
+    if name not in _LATER:
+        raise AttributeError(f"module 'kvtier' has no attribute {name!r}")
+    module, _, attribute = _LATER[name].partition(":")
+    value: object = getattr(import_module(module), attribute)
+    globals()[name] = value
+    return value
