@@ -9,7 +9,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["disk_directory", "file_system"]
+__all__ = ["current_directory", "disk_directory", "file_system"]
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
@@ -32,14 +32,22 @@ def file_system(directory: Path) -> str:
     return kind
 
 
+def current_directory() -> Path:
+    """Return it. Raises ConfigError when it was removed: torch does not even load there."""
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise ConfigError("the current directory is gone; change to another") from error
+
+
 def disk_directory() -> Path:
     """Return a directory to write to that is not in memory. Raises ConfigError for none."""
-    for place in (Path(), Path("/var/tmp"), Path(tempfile.gettempdir())):  # noqa: S108  (made unguessable)
+    for place in (current_directory(), Path("/var/tmp"), Path(tempfile.gettempdir())):  # noqa: S108  (made unguessable)
         try:
             if file_system(place) in _IN_MEMORY:
                 continue
             with tempfile.TemporaryFile(dir=place):
-                return place.absolute()
+                return place
         except OSError:
             continue
     raise ConfigError("no directory on a disk can be written to here; name one with --dir")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
 
+from kvtier.bench.filesystem import current_directory
 from kvtier.bench.settings import (
     ARMS,
     SMOLLM2,
@@ -246,6 +247,7 @@ def _run(
 ) -> int:
     """Run, show and write the report; 1 where it has problems."""
     check_engine()
+    current_directory()
     from kvtier.bench.run import run
     from kvtier.cli.progress import progress
     from kvtier.cli.table import show

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from kvtier.bench.bucket import bucket_url
+from kvtier.bench.filesystem import current_directory
 from kvtier.cli.kinds import DIRECTORY
-from kvtier.errors import ConfigError
 from kvtier.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def doctor(directory: Path | None, s3: str | None, dram: str, as_json: bool) -> 
     wanted = parse_bytes(dram)
     if s3 is not None:
         bucket_url(s3)
-    where = probes.disk(directory or _here())
+    where = probes.disk(directory or current_directory())
     bucket = probes.s3(s3) if s3 is not None else None
     findings = [
         probes.python(),
@@ -63,13 +63,6 @@ def doctor(directory: Path | None, s3: str | None, dram: str, as_json: bool) -> 
     _show(findings, as_json=as_json)
     asked = [where] * (directory is not None) + ([bucket] if bucket else [])
     return 1 if any(finding.state == "missing" for finding in asked) else 0
-
-
-def _here() -> Path:
-    try:
-        return Path.cwd()
-    except OSError as error:
-        raise ConfigError("the current directory is gone; name another with --dir") from error
 
 
 def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
