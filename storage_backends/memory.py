@@ -6,9 +6,8 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar, Self
 
-import numpy as np
-
 from kvtier.identity.record import HEADER_BYTES, Header, RecordId
+from kvtier.storage_backends.scratch import copy
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 
 __all__ = ["MemoryStore"]
@@ -62,7 +61,7 @@ class MemoryStore:
         header, data = found
         if len(into) < header.stored_bytes:
             return Read(Status.FAILED)
-        _copy(into[: header.stored_bytes], data)
+        copy(into[: header.stored_bytes], data)
         return Read(Status.OK, header)
 
     def write_many(self, records: Sequence[Write]) -> list[Status]:
@@ -83,7 +82,7 @@ class MemoryStore:
                 return Status.FULL
             self._used += size  # before the copy, so that copies under way are counted
         kept = memoryview(bytearray(header.stored_bytes))
-        _copy(kept, data[: header.stored_bytes])
+        copy(kept, data[: header.stored_bytes])
         with self._guard:
             self._forget(header.id)
             self._records[header.id] = header, kept.toreadonly()
@@ -111,9 +110,3 @@ class MemoryStore:
         with self._guard:
             self._records.clear()
             self._used = 0
-
-
-def _copy(target: memoryview, source: memoryview) -> None:
-    """Copy bytes without the interpreter lock; memoryviews would hold it."""
-    if len(target):
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))

@@ -19,8 +19,6 @@ from contextlib import closing
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
-import numpy as np
-
 from kvtier.clock import monotonic
 from kvtier.errors import ConfigError, Corrupt, Unavailable
 from kvtier.events import Reporter
@@ -43,6 +41,7 @@ from kvtier.storage_backends.s3_service import (
     status_of,
     weather,
 )
+from kvtier.storage_backends.scratch import copy
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 
 __all__ = ["S3Store"]
@@ -270,8 +269,7 @@ class S3Store:
         # One buffer and one send: a body in two parts would cost a copy per 16 KiB under the GIL.
         body = bytearray(HEADER_BYTES + size)
         body[:HEADER_BYTES] = header.pack()
-        payload = np.frombuffer(body, np.uint8)[HEADER_BYTES:]
-        np.copyto(payload, np.frombuffer(data[:size], np.uint8))
+        copy(memoryview(body)[HEADER_BYTES:], data[:size])
         self._client.put_object(**self._object(header.id), Body=body)
 
     def _has(self, header: Header) -> bool:
