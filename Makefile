@@ -6,7 +6,7 @@ SHELL := bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench clean
+.PHONY: help setup demo test check bench sim campaign clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,7 +27,7 @@ SUITABLE_TORCH := import torch; v = tuple(map(int, torch.__version__.split(".")[
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z]+):.*## (.*)/\1|\2/p' Makefile | while IFS='|' read -r name text; do
-		printf '  make %-7s %s\n' "$$name" "$$text"
+		printf '  make %-9s %s\n' "$$name" "$$text"
 	done
 	echo
 	echo '  PYTHON=…       the Python to make .venv with (3.11 or later)'
@@ -50,9 +50,15 @@ check: $(VENV)/.check-done  ## lint, formatting and types
 bench: setup  ## the same workload as the demo's in full, into bench.json
 	@$(BIN)/kvtier bench shared-prefix --json bench.json
 
+sim: setup  ## 10,000 simulated schedules, and every guard taken away once, into sim.json
+	@$(BIN)/kvtier sim --schedules 10000 --mutate all --json sim.json
+
+campaign: setup  ## 100,000 simulated schedules, into campaign.json (about an hour on two cores)
+	@$(BIN)/kvtier sim --schedules 100000 --mutate all --json campaign.json
+
 clean:  ## remove what was built and cached, but not .venv
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f demo.json demo.png bench.json
+	rm -f demo.json demo.png bench.json sim.json campaign.json
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 $(VENV)/.setup-done: pyproject.toml constraints.txt

@@ -48,7 +48,11 @@ class CommandGroup(click.Group):
 
 @click.group(
     cls=CommandGroup,
-    lazy={"bench": "kvtier.cli.bench:bench", "doctor": "kvtier.cli.doctor:doctor"},
+    lazy={
+        "bench": "kvtier.cli.bench:bench",
+        "doctor": "kvtier.cli.doctor:doctor",
+        "sim": "kvtier.cli.sim:sim",
+    },
     kind="command",
     no_args_is_help=False,
     invoke_without_command=True,

@@ -14,7 +14,7 @@ from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot
 from kvtier.prefix import Prefix
-from kvtier.testing.simtask import SimError
+from kvtier.testing.simtask import Leak, SimError
 
 __all__ = ["Oracle", "payload"]
 
@@ -220,28 +220,28 @@ class Oracle:
         """Check that nothing is held once all requests and moves have ended."""
         self.check()
         moves = self.cache._moves
-        self._expect(not self._leases(), "a lease is left")
-        self._expect(not self.cache._plans, "a plan is left")
-        self._expect(not moves._saved, "a save is left")
-        self._expect(not moves._fetcher._reading, "a read is left")
-        self._expect(not moves._fetcher._tasks, "a reading task is left")
+        self._left(not self._leases(), "a lease is left")
+        self._left(not self.cache._plans, "a plan is left")
+        self._left(not moves._saved, "a save is left")
+        self._left(not moves._fetcher._reading, "a read is left")
+        self._left(not moves._fetcher._tasks, "a reading task is left")
         for spiller in moves._spillers.values():
-            self._expect(not spiller._queue and not spiller._queued, "a spill is left")
-            self._expect(not spiller._waiting, "a spill waits for ever")
-            self._expect(spiller._queued_bytes == 0, "the spill queue's bytes are wrong")
+            self._left(not spiller._queue and not spiller._queued, "a spill is left")
+            self._left(not spiller._waiting, "a spill waits for ever")
+            self._left(spiller._queued_bytes == 0, "the spill queue's bytes are wrong")
         index = self._index
-        self._expect(index.held_rows == 0, f"{index.held_rows} rows are held for ever")
-        self._expect(not any(index.holds), "a row that is gone is held")
+        self._left(index.held_rows == 0, f"{index.held_rows} rows are held for ever")
+        self._left(not any(index.holds), "a row that is gone is held")
         for row in index.rows.values():
             in_dram = index.present[row] & 1 << DRAM
-            self._expect(bool(index.serial[row]) == bool(in_dram), f"the slot of row {row} leaks")
+            self._left(bool(index.serial[row]) == bool(in_dram), f"the slot of row {row} leaks")
 
     def check_empty(self) -> None:
         """Check that nothing at all is left."""
         self.check_rest()
-        self._expect(not len(self._index), f"{len(self._index)} rows are left in an empty cache")
-        self._expect(self._arena.slots_in_use == 0, "a slot is in use in an empty cache")
-        self._expect(self._index.orphans == 0, "an empty cache has orphans")
+        self._left(not len(self._index), f"{len(self._index)} rows are left in an empty cache")
+        self._left(self._arena.slots_in_use == 0, "a slot is in use in an empty cache")
+        self._left(self._index.orphans == 0, "an empty cache has orphans")
 
     def indexed(self, tier: int) -> list[RecordId]:
         """Return the names of the parts that the index says a tier has."""
@@ -265,6 +265,11 @@ class Oracle:
         ]
         orders = [list(shelf.policy.victims()) for shelf in self._catalog._shelves]
         return repr((rows, orders, self._arena.used_bytes))
+
+    @staticmethod
+    def _left(nothing: bool, otherwise: str) -> None:  # noqa: FBT001  (a condition, first)
+        if not nothing:
+            raise Leak(otherwise)
 
     @staticmethod
     def _expect(holds: bool, otherwise: str) -> None:  # noqa: FBT001  (a condition, first)

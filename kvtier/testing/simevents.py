@@ -6,13 +6,15 @@ around the core's own calls, look, and change nothing.
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from kvtier.cache import Cache
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease, LeaseState
+from kvtier.catalog.strays import Strays
 from kvtier.identity.record import RecordId
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Fetched, Tier, Wanted
@@ -192,39 +194,59 @@ class Events:
     def _watch_moves(self) -> None:
         moves = self._cache._moves
 
-        def asked(found: int, *_: object) -> None:
+        ask, ask_within = moves._ask, moves._ask_within
+        asked: dict[Any, list[bool]] = {}  # by the task that asks
+
+        async def noted(answered: list[bool], *args: Any) -> int:
+            found = await ask(*args)
+            answered.append(True)
             if found:
                 self.count("probe_answered")
+            return found
 
-        def asked_within(_: int, *__: object) -> None:
-            if any(not task.done() for task in moves._asking):
+        def watched_ask(*args: Any) -> Coroutine[Any, Any, int]:
+            answered = asked[asyncio.current_task()] = []
+            return noted(answered, *args)
+
+        async def watched_within(*args: Any) -> int:
+            found = await ask_within(*args)
+            if not asked.pop(asyncio.current_task(), [True]):
                 self.count("probe_late")
+            return found
 
-        self._after_await(moves, "_ask", asked)
-        self._after_await(moves, "_ask_within", asked_within)
+        moves._ask = watched_ask  # type: ignore[assignment, method-assign]
+        moves._ask_within = watched_within  # type: ignore[assignment, method-assign]
         self._after(moves._fetcher, "_end", lambda _, row, *__: self._ended(row))
         for spiller in moves._spillers.values():
-            strays = spiller._strays
-            self._after(strays, "note", self._noted)
-            self._watch_delete(strays)
+            self._watch_strays(spiller._strays)
 
     def _ended(self, row: int) -> None:
         self._failed.pop(self._index.names[row], None)
 
-    def _noted(self, _: None, name: RecordId, __: int) -> None:
-        del name
-        self.count("stray_noted")
+    def _watch_strays(self, strays: Strays) -> None:
+        """Count strays; a delete notes each of its records until it is confirmed, which is none."""
+        note, delete = strays.note, strays.delete
+        deleting: list[bool] = []
 
-    def _watch_delete(self, strays: Any) -> None:
-        delete = strays.delete
+        def watched_note(name: RecordId, charged: int) -> None:
+            note(name, charged)
+            if not deleting and name in strays._charged:
+                self.count("stray_noted")
 
-        async def watched(records: Any) -> None:
+        async def watched_delete(records: Mapping[RecordId, int]) -> None:
             before = [name for name in strays._charged if name not in records]
-            await delete(records)
+            deleting.append(True)
+            try:
+                await delete(records)
+            finally:
+                deleting.pop()
+            if any(name in strays._charged for name in records):
+                self.count("stray_noted")
             if any(name not in strays._charged for name in before):
                 self.count("stray_deleted")
 
-        strays.delete = watched
+        strays.note = watched_note  # type: ignore[method-assign]
+        strays.delete = watched_delete  # type: ignore[method-assign]
 
     # ---- a Tier
 

@@ -49,6 +49,7 @@ class Conditions:
     cancel_at: a task's name and the number of its step after which it is cancelled.
     daemons: parts of the names of tasks that tick for ever: when for max_idle_seconds, longer
     than anybody sleeps, nothing but these ran, what else still waits is deadlocked.
+    shuffle: another number, another order, timing and cancellation under the same seed.
     """
 
     order: Literal["random", "fifo"] = "random"
@@ -65,6 +66,7 @@ class Conditions:
     max_idle_seconds: float = 300.0
     max_steps: int = 200_000
     max_seconds: float = 36_000.0
+    shuffle: int = 0
 
 
 _DEFAULT: Final = Conditions()
@@ -99,10 +101,11 @@ class SimLoop(base_events.BaseEventLoop):
         self._failure: BaseException | None = None
         self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         # One stream for each concern: a change to one leaves the others' course alone.
-        self._order = self.rng("order")
-        self._timing = self.rng("timing")
-        self._latency = self.rng("latency")
-        self._cancel = self.rng("cancel")
+        again = f" {conditions.shuffle}" if conditions.shuffle else ""
+        self._order = self.rng(f"order{again}")
+        self._timing = self.rng(f"timing{again}")
+        self._latency = self.rng(f"latency{again}")
+        self._cancel = self.rng(f"cancel{again}")
         self.set_exception_handler(self._note_problem)
 
     # ---- determinism

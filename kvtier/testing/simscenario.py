@@ -39,6 +39,7 @@ class Scenario:
     is a match, perhaps a load, and a save. only: numbers of the requests that run; empty for all.
     herd: all requests want the same prompt at the same time, and DRAM has just been cleared.
     steady: callbacks run first-in-first-out, and nothing stalls.
+    shuffle: see Conditions.
     """
 
     dram_slots: int
@@ -54,6 +55,7 @@ class Scenario:
     ops: int | None = None
     only: tuple[int, ...] = ()
     steady: bool = False
+    shuffle: int = 0
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:

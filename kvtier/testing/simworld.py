@@ -363,7 +363,7 @@ def run_world(
             watch(world)
         await world.live()
 
-    conditions = Conditions(cancel_rate=drawn.cancel_rate)
+    conditions = Conditions(cancel_rate=drawn.cancel_rate, shuffle=drawn.shuffle)
     if drawn.hangs:
         conditions = replace(
             conditions, slow_seconds=_HANG_SECONDS, slow_rate=0.3, max_idle_seconds=1000.0

@@ -1,0 +1,137 @@
+"""``kvtier sim``: the cache's own code under many schedules, to find races and broken guards."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvtier.cli.simreport import SimReport
+    from kvtier.testing.simschedule import Schedule
+
+__all__ = ["sim"]
+
+_COUNT: Final = click.IntRange(min=1)
+_ALL: Final = "all"
+_MUTATION_SCHEDULES: Final = 300
+_WORTH_A_PROCESS: Final = 100  # schedules; a process takes half a second to start
+_EXPLAINED: Final = 3
+
+
+@click.command("sim")
+@click.option(
+    "--schedules", type=_COUNT, default=1000, show_default=True, help="How many seeds to run."
+)
+@click.option(
+    "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="The first seed."
+)
+@click.option(
+    "--ops",
+    type=_COUNT,
+    help="Rounds of match, load and save in a schedule; by default drawn from its seed.",
+)
+@click.option(
+    "--mutate",
+    metavar="all|NAME",
+    help=f"Also take a guard away, and see how soon it is missed: {_MUTATION_SCHEDULES} schedules "
+    "at most.",
+)
+@click.option("--jobs", type=_COUNT, help="Processes; by default one a core.")
+@click.option("--only", metavar="N,N", help="Run these requests of each schedule alone.")
+@click.option(
+    "--without", metavar="WHAT,WHAT", help="Of faults, cancels, clears, hangs and disorder."
+)
+@click.option(
+    "--shuffle",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Another order of events in the same worlds.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the report; - is stdout.")
+def sim(
+    schedules: int,
+    mutate: str | None,
+    jobs: int | None,
+    json_file: str | None,
+    **kept: Any,
+) -> int:
+    """Run the cache's own code in small, crowded worlds, a new one for each seed.
+
+    Time is virtual, and the order of events, faults of tiers, cancellations and hung calls follow
+    from the seed. All that the cache promises is checked at every step. A seed that fails is run
+    again, shortened, and printed with the command that repeats it; the exit status is 1 then, and
+    also when a guard was taken away and nothing failed. The result does not depend on --jobs.
+    """
+    from kvtier.cli.simreport import show, write
+    from kvtier.testing.mutations import MUTATIONS, named
+
+    names = [] if mutate is None else list(MUTATIONS) if mutate == _ALL else [named(mutate).name]
+    schedule = _schedule(**kept)
+    if schedule.only and schedules > 1:
+        raise ConfigError("--only names requests of one seed; give --schedules 1 with it")
+    schedule.scenario()  # raises what is wrong with it
+    if json_file not in (None, "-"):
+        _check_writable(Path(json_file))
+    report = _run(schedule, schedules, names, jobs or _cores(schedules, names))
+    if json_file is not None:
+        write(report, json_file)
+    if json_file != "-":
+        show(report)
+    return 0 if report.clean else 1
+
+
+def _schedule(
+    seed: int, ops: int | None, only: str | None, without: str | None, shuffle: int
+) -> Schedule:
+    from kvtier.testing.simschedule import Schedule
+
+    try:
+        numbers = tuple(int(number) for number in (only or "").split(",") if number)
+    except ValueError as error:
+        raise ConfigError(f"--only takes numbers of requests, like 0,3, not {only!r}") from error
+    troubles = tuple(what for what in (without or "").split(",") if what)
+    return Schedule(seed, ops, numbers, troubles, shuffle)
+
+
+def _cores(schedules: int, names: list[str]) -> int:
+    """Return how many processes are worth their start."""
+    worth = max(len(names), -(-schedules // _WORTH_A_PROCESS))
+    return min(len(os.sched_getaffinity(0)), worth)
+
+
+def _run(schedule: Schedule, schedules: int, names: list[str], jobs: int) -> SimReport:
+    """Run the code as it is, then without each guard, then explain what failed."""
+    from kvtier.cli.progress import progress
+    from kvtier.cli.simreport import SimReport
+    from kvtier.testing import campaign
+
+    with progress() as tell:
+        before = perf_counter()
+        text = f"{schedules:,} schedules"
+        tell(text, 0, schedules)
+        totals = campaign.run(schedule, schedules, jobs, lambda done: tell(text, done, schedules))
+        seconds = perf_counter() - before
+        most, count = min(schedules, _MUTATION_SCHEDULES), len(names)
+        found = campaign.hunt(
+            schedule, names, most, jobs, lambda done: tell("guards taken away", done, count)
+        )
+        report = SimReport.of(schedule, totals, found, seconds=seconds, jobs=jobs)
+        unexplained = report.failures[:_EXPLAINED] + report.mutations * (count == 1)
+        for number, one in enumerate(unexplained):
+            tell("shortening what failed", number, len(unexplained))
+            one.explain(schedule)
+        return report
+
+
+def _check_writable(path: Path) -> None:
+    """Find out before minutes of work whether the report can be written."""
+    try:
+        path.open("a").close()
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} ({error.strerror}); name another file") from error

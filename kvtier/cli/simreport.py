@@ -1,0 +1,192 @@
+"""What ``kvtier sim`` found: as JSON, and as a table."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.testing.campaign import Found, Totals
+from kvtier.testing.simevents import EVENTS
+from kvtier.testing.simhistory import history, shorten
+from kvtier.testing.simschedule import Schedule, live
+
+__all__ = ["FailureReport", "MutationReport", "SimReport", "show", "write"]
+
+_HISTORY_LINES: Final = 120
+_FILE_COLUMNS: Final = 120
+
+
+class Explained(msgspec.Struct):
+    """A failure with its shortest history. replay: the command that repeats it."""
+
+    seed: int | None
+    replay: str
+    history: list[str]
+
+    def shorten(self, schedule: Schedule) -> None:
+        """Run it again, shorter and shorter, and keep what happened in the last that failed."""
+        shortest = shorten(schedule, live(schedule))
+        outcome, lines = history(shortest)
+        self.replay = shortest.command()
+        left_out = len(lines) - _HISTORY_LINES
+        if left_out > 0:
+            lines = [f"({left_out} earlier lines are left out)", *lines[-_HISTORY_LINES:]]
+        self.history = [*lines, f"{outcome.kind}: {outcome.message}"]
+
+
+class FailureReport(Explained):
+    """A seed under which the code as it is went wrong."""
+
+    kind: str
+    message: str
+
+    def explain(self, schedule: Schedule) -> None:
+        """Add the history. schedule: what was asked for."""
+        if self.seed is not None:
+            self.shorten(replace(schedule, seed=self.seed))
+
+
+class MutationReport(Explained):
+    """A guard that was taken away. found_after: schedules; None when nothing failed."""
+
+    name: str
+    guard: str
+    found_after: int | None
+    how: str
+
+    def explain(self, schedule: Schedule) -> None:
+        """Add the history. schedule: what was asked for."""
+        if self.seed is not None:
+            self.shorten(replace(schedule, seed=self.seed, mutation=self.name))
+
+
+class SimReport(msgspec.Struct):
+    """Everything that was found. events: how often each happened; reached: in how many schedules.
+
+    violations, deadlocks, leaks: schedules that failed so, of the code as it is. digest: equal for
+    two runs exactly when every schedule took the same course.
+    """
+
+    violations: int
+    deadlocks: int
+    leaks: int
+    schedules: int
+    steps: int
+    seconds: float
+    schedules_per_s: float
+    steps_per_s: float
+    digest: str
+    args: dict[str, Any]
+    events: dict[str, int]
+    reached: dict[str, int]
+    failures: list[FailureReport]
+    mutations: list[MutationReport]
+
+    @property
+    def clean(self) -> bool:
+        """Say whether the code held, and every guard that was taken away was missed."""
+        held = not (self.violations or self.deadlocks or self.leaks)
+        return held and all(one.found_after is not None for one in self.mutations)
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        totals: Totals,
+        found: Sequence[Found],
+        *,
+        seconds: float,
+        jobs: int,
+    ) -> SimReport:
+        """Put a report together. seconds: that the schedules took."""
+        return cls(
+            violations=totals.counts["violation"],
+            deadlocks=totals.counts["deadlock"],
+            leaks=totals.counts["leak"],
+            schedules=totals.schedules,
+            steps=totals.steps,
+            seconds=round(seconds, 3),
+            schedules_per_s=round(totals.schedules / seconds, 3),
+            steps_per_s=round(totals.steps / seconds, 3),
+            digest=totals.digest,
+            args={**msgspec.to_builtins(schedule), "jobs": jobs},
+            events=dict(totals.events),
+            reached=dict(totals.reached),
+            failures=[
+                FailureReport(
+                    kind=one.kind,
+                    message=one.message,
+                    seed=one.seed,
+                    replay=replace(schedule, seed=one.seed).command(),
+                    history=[],
+                )
+                for one in totals.failures
+            ],
+            mutations=[MutationReport(**msgspec.structs.asdict(one), history=[]) for one in found],
+        )
+
+
+def write(report: SimReport, json_file: str) -> None:
+    """Write the report to a file, or with - to stdout."""
+    text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
+    if json_file == "-":
+        sys.stdout.write(text)
+    else:
+        Path(json_file).write_text(text, encoding="utf-8")
+
+
+def show(report: SimReport) -> None:
+    """Print the report on stdout."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = _FILE_COLUMNS
+    table = Table(title=f"{report.schedules:,} schedules from seed {report.args['seed']}")
+    for name in ("what was reached", "times", "schedules"):
+        table.add_column(name, justify="left" if name.startswith("what") else "right")
+    for event, text in EVENTS.items():
+        count, schedules = report.events[event], report.reached[event]
+        style = None if count else "yellow"
+        table.add_row(text, f"{count:,}", f"{schedules:,}", style=style)
+    console.print(table)
+    if report.mutations:
+        console.print(_mutations(report.mutations))
+    for failed in (*report.failures, *report.mutations):
+        for line in failed.history:
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+        if failed.history or isinstance(failed, FailureReport):
+            console.print(f"again: {failed.replay}", highlight=False, markup=False, soft_wrap=True)
+    for line in _sums(report):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _mutations(mutations: Sequence[MutationReport]) -> Table:
+    table = Table(title="guards taken away")
+    table.add_column("guard")
+    table.add_column("found after", justify="right")
+    table.add_column("how", no_wrap=True)
+    for one in mutations:
+        after = "NEVER" if one.found_after is None else f"{one.found_after:,}"
+        table.add_row(one.name, after, one.how, style="red" if one.found_after is None else None)
+    return table
+
+
+def _sums(report: SimReport) -> list[str]:
+    lines = [
+        (
+            f"{report.violations} violations, {report.deadlocks} deadlocks, {report.leaks} leaks "
+            f"in {report.schedules:,} schedules; {report.schedules_per_s:,.0f} schedules and "
+            f"{report.steps_per_s:,.0f} steps a second"
+        ),
+        f"digest {report.digest}",
+    ]
+    if report.mutations:
+        found = sum(one.found_after is not None for one in report.mutations)
+        lines.append(f"{found} of {len(report.mutations)} guards were missed when taken away")
+    return lines

@@ -1,0 +1,135 @@
+"""``kvtier sim``: what it writes, its exit status, and that a failure can be repeated."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtier.catalog.catalog import Catalog
+from kvtier.cli.main import run
+from kvtier.testing.mutations import MUTATIONS
+from kvtier.testing.simevents import EVENTS
+
+
+def report(capsys, *args):
+    """Run the command, and return its exit status and its JSON."""
+    status = run(["sim", *args, "--json", "-"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_clean_run_says_what_it_reached(capsys):
+    status, found = report(capsys, "--schedules", "12", "--seed", "5")
+    assert status == 0
+    assert [found[name] for name in ("violations", "deadlocks", "leaks")] == [0, 0, 0]
+    assert found["schedules"] == 12
+    assert found["steps"] > 1000
+    assert found["schedules_per_s"] > 0
+    assert found["steps_per_s"] > found["schedules_per_s"]
+    assert list(found["events"]) == list(found["reached"]) == list(EVENTS)
+    assert found["events"]["request_cancelled"] >= found["reached"]["request_cancelled"] > 0
+    assert found["failures"] == found["mutations"] == []
+
+
+def test_the_result_does_not_depend_on_the_number_of_processes(capsys):
+    args = ("--schedules", "24", "--seed", "3", "--ops", "4")
+    one, two = (report(capsys, *args, "--jobs", jobs)[1] for jobs in ("1", "2"))
+    for name in ("digest", "events", "reached", "steps"):
+        assert one[name] == two[name]
+
+
+def test_the_rounds_of_a_schedule_can_be_limited(capsys):
+    few, more = (
+        report(capsys, "--schedules", "1", "--seed", "1", "--ops", ops)[1] for ops in ("2", "40")
+    )
+    assert few["steps"] < more["steps"]
+    assert few["digest"] != more["digest"]
+
+
+def test_the_order_of_a_world_can_be_another(capsys):
+    first, second = (
+        report(capsys, "--schedules", "1", "--seed", "1", "--shuffle", number)[1]
+        for number in ("0", "1")
+    )
+    assert first["digest"] != second["digest"]
+
+
+def test_a_violation_is_shortened_and_its_command_repeats_it(capsys, monkeypatch):
+    monkeypatch.setattr(Catalog, "settle", lambda self, lease: None)
+    status, found = report(capsys, "--schedules", "2", "--seed", "1")
+    assert status == 1
+    assert found["leaks"] + found["violations"] == len(found["failures"]) >= 1
+    failure = found["failures"][0]
+    assert failure["message"] == "Leak: a lease is left"
+    assert "plan load" in "\n".join(failure["history"])
+    assert failure["history"][-1] == "leak: Leak: a lease is left"
+    words = failure["replay"].split()
+    assert words[:2] == ["kvtier", "sim"]
+    status, again = report(capsys, *words[2:])
+    assert status == 1
+    assert again["failures"][0]["message"] == failure["message"]
+
+
+def test_a_mutation_is_found_and_its_command_repeats_it(capsys):
+    args = ("--schedules", "5", "--mutate", "publish-before-the-read")
+    status, found = report(capsys, *args)
+    assert status == 0
+    assert found["violations"] == 0
+    (mutation,) = found["mutations"]
+    assert mutation["name"] == "publish-before-the-read"
+    assert mutation["guard"]
+    assert 1 <= mutation["found_after"] <= 5
+    assert "published bytes" in mutation["how"]
+    assert "published bytes" in mutation["history"][-1]
+    words = mutation["replay"].split()
+    status, again = report(capsys, *words[2:])
+    assert status == 0
+    assert again["mutations"][0]["found_after"] == 1
+    assert "published bytes" in again["mutations"][0]["how"]
+
+
+def test_a_mutation_that_nothing_notices_is_a_failure(capsys, monkeypatch):
+    monkeypatch.setattr("kvtier.testing.simschedule.removed", lambda name: memoryview(b""))
+    assert run(["sim", "--schedules", "1", "--mutate", "forget-the-checksum"]) == 1
+    assert "0 of 1 guards were missed" in capsys.readouterr().out
+
+
+def test_there_are_many_mutations():
+    assert len(MUTATIONS) >= 20
+
+
+def test_a_person_gets_a_table(capsys, tmp_path):
+    file = tmp_path / "sim.json"
+    assert run(["sim", "--schedules", "2", "--json", str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert "a fetch waits for a read that another fetch began" in shown
+    assert "0 violations, 0 deadlocks, 0 leaks in 2 schedules" in shown
+    assert json.loads(file.read_text())["digest"] in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--schedules", "0"], "--schedules"),
+        (["--schedules", "-3"], "--schedules"),
+        (["--schedules", "many"], "--schedules"),
+        (["--seed", "-1"], "--seed"),
+        (["--ops", "0"], "--ops"),
+        (["--jobs", "0"], "--jobs"),
+        (["--shuffle", "-1"], "--shuffle"),
+        (["--mutate", "forget-checksum"], "did you mean 'forget-the-checksum'"),
+        (["--mutate", ""], "unknown mutation ''"),
+        (["--without", "fault"], "did you mean 'faults'"),
+        (["--only", "1"], "--schedules 1"),
+        (["--only", "x", "--schedules", "1"], "numbers of requests"),
+        (["--only", "99", "--schedules", "1"], "has requests 0 to"),
+        (["--json", "/nowhere/at/all.json"], "cannot write"),
+        (["--mutat", "all"], "did you mean"),
+    ],
+)
+def test_bad_input_is_said_in_one_line(args, said, capsys):
+    assert run(["sim", *args]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert error.count("\n") == 1
