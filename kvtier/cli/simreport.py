@@ -168,9 +168,9 @@ def show(report: SimReport) -> None:
 
 def _mutations(mutations: Sequence[MutationReport]) -> Table:
     table = Table(title="guards taken away")
-    table.add_column("guard")
-    table.add_column("found after", justify="right")
-    table.add_column("how", no_wrap=True)
+    table.add_column("guard", no_wrap=True)
+    table.add_column("found after", justify="right", no_wrap=True)
+    table.add_column("how", no_wrap=True, overflow="ellipsis")
     for one in mutations:
         after = "NEVER" if one.found_after is None else f"{one.found_after:,}"
         table.add_row(one.name, after, one.how, style="red" if one.found_after is None else None)
