@@ -29,6 +29,7 @@ __all__ = [
     "arm_report",
     "digest",
     "machine",
+    "miscounted",
     "percentile",
     "problems",
     "ratio",
@@ -37,6 +38,10 @@ __all__ = [
 
 _MS: Final = 1e3
 _PACKAGES: Final = ("kvtier", "torch", "numpy", "lmdb", "boto3")
+
+_OVERHEAD: Final = 0.05
+_SLACK_BYTES: Final = 1 << 18
+"""How much more than the payload the system may count: a part of it, and some bytes."""
 
 
 class Sample(NamedTuple):
@@ -201,6 +206,23 @@ def problems(
                     f"a cache; {sample.expected} should have come from {arm.name}"
                 )
                 break
+    return found
+
+
+def miscounted(arm: ArmReport) -> list[str]:
+    """Say where what an arm claims to have fetched is not what the system counted.
+
+    The system counts a little more: headers, and the index.
+    """
+    found = []
+    for tier, counted in (("lmdb", arm.disk_read_bytes), ("s3", arm.s3_sent_bytes)):
+        claimed = arm.claimed_bytes.get(tier, 0)
+        most = claimed * (1 + _OVERHEAD) + _SLACK_BYTES
+        if claimed and counted is not None and not claimed <= counted <= most:
+            found.append(
+                f"arm {arm.name}: {tier} claims to have read {claimed} bytes, and the system "
+                f"counted {counted}"
+            )
     return found
 
 

@@ -13,6 +13,7 @@ from kvtier.bench.report import (
     against_recompute,
     arm_report,
     machine,
+    miscounted,
     problems,
     ratio,
 )
@@ -40,6 +41,7 @@ def run(settings: Settings, shape: Shape, tell: Tell, *, details: bool = False) 
         arm_report(arm, samples, timed=slice(first, None), details=details) for arm in settings.arms
     ]
     wrong = problems(arms, samples, reuse=not isinstance(shape, NoReuse))
+    wrong += [said for arm in arms for said in miscounted(arm)]
     if isinstance(shape, NoReuse):
         arms = [against_recompute(arm, samples) for arm in arms]
     plain = ratio(*zip(*outcome.plain, strict=True)) if outcome.plain else None

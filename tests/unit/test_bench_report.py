@@ -8,6 +8,7 @@ import pytest
 
 from kvtier.bench.messages import Served
 from kvtier.bench.report import (
+    ArmReport,
     Ratio,
     Sample,
     Summary,
@@ -15,6 +16,7 @@ from kvtier.bench.report import (
     arm_report,
     digest,
     machine,
+    miscounted,
     percentile,
     problems,
     ratio,
@@ -141,3 +143,32 @@ def test_the_machine_is_named():
     here = machine()
     assert here.cpu
     assert here.packages["kvtier"]
+
+
+@pytest.mark.parametrize(
+    ("claimed", "disk", "sent", "wrong"),
+    [
+        ({"lmdb": 10**8}, 10**8 + 10**5, None, 0),
+        ({"lmdb": 10**8}, 10**8 - 1, None, 1),
+        ({"lmdb": 10**8}, 11 * 10**7, None, 1),
+        ({"s3": 10**8}, 0, 10**8, 0),
+        ({"s3": 10**8}, 0, 10, 1),
+        ({"s3": 10**8}, 0, None, 0),  # a server of which nothing is known
+        ({}, 500, 500, 0),
+    ],
+)
+def test_bytes_that_the_system_did_not_count_are_a_problem(claimed, disk, sent, wrong):
+    none = Summary(mean=0.0, p50=0.0, p99=0.0)
+    arm = ArmReport(
+        name="arm",
+        requests=1,
+        ttft_ms=none,
+        tpot_ms=none,
+        hit_tokens={},
+        recomputed_tokens=0,
+        tokens_sha256="",
+        disk_read_bytes=disk,
+        claimed_bytes=claimed,
+        s3_sent_bytes=sent,
+    )
+    assert len(miscounted(arm)) == wrong
