@@ -47,8 +47,11 @@ check: $(VENV)/.check-done  ## lint, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup  ## the same workload as the demo's in full, into bench.json
-	@$(BIN)/kvtier bench shared-prefix --json bench.json
+bench: setup  ## measure everything beside its limit, into bench-*.json (a quarter of an hour)
+	@$(BIN)/kvtier bench shared-prefix --json bench-shared-prefix.json
+	$(BIN)/kvtier bench no-reuse --json bench-no-reuse.json
+	$(BIN)/python benchmarks/match.py --json bench-match.json
+	$(BIN)/python benchmarks/tiers.py --json bench-tiers.json
 
 sim: setup  ## 10,000 simulated schedules, and every guard taken away once, into sim.json
 	@$(BIN)/kvtier sim --schedules 10000 --mutate all --json sim.json
@@ -58,7 +61,7 @@ campaign: setup  ## 100,000 simulated schedules, into campaign.json (about an ho
 
 clean:  ## remove what was built and cached, but not .venv
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f demo.json demo.png bench.json sim.json campaign.json
+	rm -f demo.json bench-*.json sim.json campaign.json
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 $(VENV)/.setup-done: pyproject.toml constraints.txt
