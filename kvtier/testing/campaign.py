@@ -58,7 +58,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What one process does: every `stride`-th batch, or every `stride`-th mutation."""
+    """What one process does: every `stride`-th batch; given mutations, those instead."""
 
     schedule: Schedule
     schedules: int
@@ -101,7 +101,9 @@ def hunt(
     schedule: Schedule, names: list[str], schedules: int, jobs: int, tell: Tell
 ) -> list[Found]:
     """Take each guard away in turn, and run seeds until one fails, `schedules` at most."""
-    found = []
+    found: list[Found] = []
+    if not names:
+        return found
     for one in _spread(Task(schedule, schedules, names), len(names), jobs, Found):
         found.append(one)
         tell(len(found))

@@ -8,8 +8,10 @@ import pytest
 
 from kvtier.catalog.catalog import Catalog
 from kvtier.cli.main import run
+from kvtier.testing import campaign
 from kvtier.testing.mutations import MUTATIONS
 from kvtier.testing.simevents import EVENTS
+from kvtier.testing.simschedule import Schedule
 
 
 def report(capsys, *args):
@@ -92,6 +94,10 @@ def test_a_mutation_that_nothing_notices_is_a_failure(capsys, monkeypatch):
     monkeypatch.setattr("kvtier.testing.simschedule.removed", lambda name: memoryview(b""))
     assert run(["sim", "--schedules", "1", "--mutate", "forget-the-checksum"]) == 1
     assert "0 of 1 guards were missed" in capsys.readouterr().out
+
+
+def test_no_mutation_costs_no_schedule():
+    assert campaign.hunt(Schedule(0), [], 10**9, 1, print) == []
 
 
 def test_there_are_many_mutations():
