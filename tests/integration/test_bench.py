@@ -19,6 +19,13 @@ from kvtier.testing import seaweed
 SMALL = ("--model", "random", "--prefix-len", "512", "--suffix-len", "128", "--output-len", "6")
 ENDLESS = ("--num-prefixes", "8", "--prompts-per-prefix", "5000")  # for the time of a test
 HEADER = 256
+# What a shell starts in the background ignores signals, and so would a benchmark under it.
+HEED_SIGNALS = """
+import os, signal, sys
+for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 
 
 @pytest.fixture
@@ -187,11 +194,15 @@ def test_the_doctor_tries_a_bucket(s3_server, s3_credentials, s3_bucket, tmp_pat
 def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, status):
     report = tmp_path / "report.json"
     args = ("shared-prefix", *SMALL, *ENDLESS, "--arms", "hbm", "--json", str(report))
-    command = [sys.executable, "-m", "kvtier", "bench", *args, "--dir", str(tmp_path)]
+    heed = [sys.executable, "-c", HEED_SIGNALS, "-m", "kvtier", "bench"]
+    command = [*heed, *args, "--dir", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as bench:
-        children = waited_for(lambda: children_of(bench.pid))
-        bench.send_signal(number)
-        _, said = bench.communicate(timeout=30)
+        try:
+            children = waited_for(lambda: children_of(bench.pid))
+            bench.send_signal(number)
+            _, said = bench.communicate(timeout=30)
+        finally:
+            bench.kill()
     assert bench.returncode == status
     assert b"Traceback" not in said
     assert not any(map(alive, children))
