@@ -20,7 +20,7 @@ from kvtier.testing.simschedule import Schedule, live
 __all__ = ["FailureReport", "MutationReport", "SimReport", "show", "write"]
 
 _HISTORY_LINES: Final = 120
-_FILE_COLUMNS: Final = 120
+_FILE_COLUMNS: Final = 150  # a file has no width; rich would take 80 and cut the columns
 
 
 class Explained(msgspec.Struct):
@@ -168,8 +168,8 @@ def show(report: SimReport) -> None:
 
 def _mutations(mutations: Sequence[MutationReport]) -> Table:
     table = Table(title="guards taken away")
-    table.add_column("guard", no_wrap=True)
-    table.add_column("found after", justify="right", no_wrap=True)
+    table.add_column("guard", no_wrap=True, min_width=max(len(one.name) for one in mutations))
+    table.add_column("found after", justify="right", no_wrap=True, min_width=11)
     table.add_column("how", no_wrap=True, overflow="ellipsis")
     for one in mutations:
         after = "NEVER" if one.found_after is None else f"{one.found_after:,}"
