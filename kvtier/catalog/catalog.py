@@ -8,6 +8,7 @@ publish. Nothing is visible before its bytes are whole, and nothing held is ever
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
@@ -55,6 +56,7 @@ class Catalog:
         self._shelves = self._room.shelves
         self._metrics = metrics
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._leases = Leases(self._room, clock, metrics)
 
     # ---- match
@@ -130,6 +132,8 @@ class Catalog:
             return len(self._leases)
 
     def _end_lease(self, lease: Lease) -> None:
+        if os.getpid() != self._pid:  # before the lock, which another thread may have held
+            raise MisuseError("a lease does not cross fork; its parent holds it")
         with self._lock:
             self._leases.end(lease, LeaseState.RELEASED)
 

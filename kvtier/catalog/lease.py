@@ -74,7 +74,10 @@ class Lease:
         return self.state is LeaseState.HELD
 
     def release(self) -> None:
-        """End the lease. A no-op after its deadline; MisuseError when released twice."""
+        """End the lease. A no-op after its deadline.
+
+        Raises MisuseError when it was released before, or in a forked child.
+        """
         if self.state is LeaseState.RELEASED:
             raise MisuseError("this lease was released before")
         self._end(self)

@@ -310,6 +310,26 @@ def test_a_child_process_cannot_use_its_parents_cache(toy):
     assert toy.load("b", tokens)[2]
 
 
+def test_a_child_process_cannot_end_its_parents_lease(toy):
+    tokens = prompt(257)
+    toy.save("a", tokens[:256])
+    lease = toy.cache.lease(toy.cache.match(tokens), deadline=60)
+    with toy.cache._catalog._lock:  # as another thread may hold it at the fork: no child gets it
+        with contextlib.suppress(DeprecationWarning):
+            child = os.fork()
+        if not child:
+            code = 1
+            try:
+                lease.release()
+            except MisuseError as error:
+                code = 0 if "fork" in str(error) else 2
+            finally:
+                os._exit(code)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status == 0
+    lease.release()
+
+
 @pytest.mark.parametrize(
     ("urls", "words"),
     [
