@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -20,6 +21,9 @@ from kvtier.testing.with_parent import with_parent
 __all__ = ["Child"]
 
 _CLOSE_SECONDS: Final = 60.0
+_ANSWER_SECONDS: Final = 1800.0
+"""A request takes seconds, or minutes with a large model; an arm that takes longer hangs."""
+
 _LOG_CHARACTERS: Final = 300
 R = TypeVar("R", bound=Reply)
 
@@ -78,8 +82,13 @@ class Child:
             raise self._gone() from None
 
     def receive(self, kind: type[R]) -> R:
-        """Wait for the answer. Raises ConfigError when the arm refused, KvtierError if it died."""
+        """Wait for the answer, at most half an hour.
+
+        Raises ConfigError when the arm refused, KvtierError if it died or does not answer.
+        """
         stdout = self._alive().stdout
+        if stdout is not None and not select.select([stdout], [], [], _ANSWER_SECONDS)[0]:
+            raise KvtierError(f"arm {self.name} has not answered for {_ANSWER_SECONDS:.0f} s")
         line = stdout.readline() if stdout is not None else b""
         if not line:
             raise self._gone()

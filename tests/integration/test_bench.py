@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.bench import child
+from kvtier.bench.messages import Done
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.testing import seaweed
 
 SMALL = ("--model", "random", "--prefix-len", "512", "--suffix-len", "128", "--output-len", "6")
@@ -173,6 +175,17 @@ def test_an_existing_bucket_is_left_as_it_was(s3_server, s3_credentials, s3_buck
     assert listing["KeyCount"] == 0
 
 
+@pytest.mark.slow
+@pytest.mark.server
+def test_a_distant_server_gives_the_same_answers_later(tmp_path, weed):
+    args = ("shared-prefix", *SMALL, "--num-prefixes", "1", "--dir", str(tmp_path))
+    report = reported(*args, "--arms", "recompute,s3", "--s3-delay", "150ms")
+    recompute, s3 = report["arms"]
+    assert s3["tokens_sha256"] == recompute["tokens_sha256"]
+    assert s3["hit_tokens"] == {"s3": 512}
+    assert s3["ttft_ms"]["p50"] >= 150
+
+
 @pytest.mark.server
 def test_the_doctor_tries_a_bucket(s3_server, s3_credentials, s3_bucket, tmp_path):
     url = f"s3://{s3_bucket}/doctor?endpoint={s3_server.endpoint}"
@@ -207,6 +220,13 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, status):
     assert b"Traceback" not in said
     assert not any(map(alive, children))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_arm_that_does_not_answer_is_given_up(monkeypatch):
+    monkeypatch.setattr(child, "_ANSWER_SECONDS", 0.0)
+    with child.Child("mute", threads=1, log=None, env={}) as mute, pytest.raises(KvtierError) as no:
+        mute.receive(Done)
+    assert "arm mute has not answered" in str(no.value)
 
 
 @pytest.mark.slow
