@@ -272,7 +272,7 @@ class Cache:
             self.metrics.add("hit_tokens", tokens, tier=tier)
         if any(tier.admission == "second-touch" for tier in self._tiers.values()):
             names = [name for chunk in match.prefix.names[first:] for name in chunk]
-            self._flow.spawn(self._moves.offer_used(names))
+            self._moves.used(names)
 
     # ---- the worker's side
 

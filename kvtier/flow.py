@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from kvtier.catalog.catalog import LOT, Catalog, Part
 from kvtier.catalog.fetch import Fetcher
@@ -86,8 +86,7 @@ class Moves:
         Once the flow is closed nothing is published any more: the slots go with the arena.
         """
         self._saved.append(saved)
-        with contextlib.suppress(MisuseError):
-            self._flow.spawn(self._publish()).add_done_callback(_tell)
+        self._unless_closed(self._publish())
 
     async def _publish(self) -> None:
         """Seal and commit parts, then offer them to the slower tiers.
@@ -136,9 +135,20 @@ class Moves:
         for spiller in self._spillers.values():
             spiller.offer(names)
 
-    async def offer_used(self, names: Sequence[RecordId]) -> None:
-        """Offer parts that were used again, for tiers that admit on second touch."""
+    def used(self, names: Sequence[RecordId]) -> None:
+        """Offer parts that were used again, for tiers that admit on second touch.
+
+        Never blocks; from any thread. Once the flow is closed nothing is offered any more.
+        """
+        self._unless_closed(self._offer_used(names))
+
+    async def _offer_used(self, names: Sequence[RecordId]) -> None:
         self.offer(names)
+
+    def _unless_closed(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start what nobody waits for; an engine may still report when the cache is closed."""
+        with contextlib.suppress(MisuseError):
+            self._flow.spawn(work).add_done_callback(_tell)
 
     async def drained(self) -> None:
         """Return when all that was saved has been published and written down."""
@@ -226,6 +236,6 @@ class Moves:
 
 
 def _tell(done: Future[None]) -> None:
-    """Log what nobody waits for: a publish that fails is a defect."""
+    """Log what nobody waits for: that it fails is a defect."""
     if not done.cancelled() and (error := done.exception()) is not None:
-        _log.error("saved chunks could not be published", exc_info=error)
+        _log.error("chunks could not be published or offered", exc_info=error)

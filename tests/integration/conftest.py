@@ -1,4 +1,4 @@
-"""One S3 server for all integration tests, and a bucket for each that asks."""
+"""What integration tests share: a toy engine, an NVMe directory, an S3 server and its bucket."""
 
 from __future__ import annotations
 
@@ -10,9 +10,24 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.storage_backends.s3 import S3Store
 from kvtier.testing.seaweed import SeaweedServer
+from kvtier.testing.toy import Toy, dram, opened
 from kvtier.tiers.store import Write
 
 _numbers = itertools.count()
+
+
+@pytest.fixture
+def toy() -> Iterator[Toy]:
+    """Return a toy engine on a cache with dram for 32 chunks."""
+    one = opened(dram(32))
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def folder(tmp_path) -> str:
+    """Return the URL of an lmdb tier in a new directory."""
+    return f"lmdb:{tmp_path}/kv?capacity=64MiB"
 
 
 @pytest.fixture(scope="session")

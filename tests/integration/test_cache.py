@@ -17,19 +17,6 @@ from kvtier.testing.toy import (
     prompt,
 )
 
-
-@pytest.fixture
-def toy():
-    one = opened(dram(32))
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return f"lmdb:{tmp_path}/kv?capacity=64MiB"
-
-
 # ------------------------------------------------------------------------------------ exactness
 
 

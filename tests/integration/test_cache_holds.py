@@ -24,19 +24,6 @@ from kvtier.testing.toy import (
 )
 from kvtier.transfer import CopyResult, CopyStatus
 
-
-@pytest.fixture
-def toy():
-    one = opened(dram(32))
-    yield one
-    one.close()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    return f"lmdb:{tmp_path}/kv?capacity=64MiB"
-
-
 # ------------------------------------------------------------------------------- holds and time
 
 
@@ -308,6 +295,18 @@ def test_a_child_process_cannot_use_its_parents_cache(toy):
             os._exit(code)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert toy.load("b", tokens)[2]
+
+
+def test_a_load_that_ends_after_the_cache_is_closed_raises_nothing(tmp_path):
+    """P2: with a tier that admits on second touch, a load's end offers chunks to it."""
+    one = opened(dram(8), f"lmdb:{tmp_path}/kv?capacity=64MiB&admission=second-touch")
+    tokens = prompt(257)
+    one.save("a", tokens[:256])
+    assert one.connector.match("b", tokens, 0).tokens == 256
+    one.connector.load("b", list(range(128, 144)))
+    one.cache.close()
+    assert one.until(lambda update: update.loaded).loaded[0].tokens == 256
+    one.device.close()
 
 
 def test_a_child_process_cannot_end_its_parents_lease(toy):
