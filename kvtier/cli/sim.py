@@ -34,7 +34,7 @@ _EXPLAINED: Final = 3
 @click.option(
     "--ops",
     type=_COUNT,
-    help="Rounds of match, load and save in a schedule; by default drawn from its seed.",
+    help="Calls on the cache in a schedule; by default drawn from its seed.",
 )
 @click.option(
     "--mutate",
@@ -43,9 +43,11 @@ _EXPLAINED: Final = 3
     "at most.",
 )
 @click.option("--jobs", type=_COUNT, help="Processes; by default one a core.")
-@click.option("--only", metavar="N,N", help="Run these requests of each schedule alone.")
+@click.option("--only", metavar="N,N", help="Run these clients of a schedule alone.")
 @click.option(
-    "--without", metavar="WHAT,WHAT", help="Of faults, cancels, clears, hangs and disorder."
+    "--without",
+    metavar="WHAT,WHAT",
+    help="Of faults, cancels, clears, hangs, crashes and disorder.",
 )
 @click.option(
     "--shuffle",
@@ -74,7 +76,7 @@ def sim(
     names = [] if mutate is None else list(MUTATIONS) if mutate == _ALL else [named(mutate).name]
     schedule = _schedule(**kept)
     if schedule.only and schedules > 1:
-        raise ConfigError("--only names requests of one seed; give --schedules 1 with it")
+        raise ConfigError("--only names clients of one seed; give --schedules 1 with it")
     schedule.scenario()  # raises what is wrong with it
     if json_file not in (None, "-"):
         _check_writable(Path(json_file))
@@ -94,7 +96,7 @@ def _schedule(
     try:
         numbers = tuple(int(number) for number in (only or "").split(",") if number)
     except ValueError as error:
-        raise ConfigError(f"--only takes numbers of requests, like 0,3, not {only!r}") from error
+        raise ConfigError(f"--only takes numbers of clients, like 0,3, not {only!r}") from error
     troubles = tuple(what for what in (without or "").split(",") if what)
     return Schedule(seed, ops, numbers, troubles, shuffle)
 

@@ -199,7 +199,7 @@ def count_parts_as_chunks() -> list[Patch]:
     return [(Moves, "_count", broken)]
 
 
-@_takes_away("a part in the spill queue is held", "bytes|lost its name|not all of them|holds|row")
+@_takes_away("a part in the spill queue is held", "bytes|its name|all of them|holds|row|copy")
 def queue_a_spill_without_a_hold() -> list[Patch]:
     enqueue, batch = Spiller._enqueue, Spiller._batch
 

@@ -204,9 +204,10 @@ class Oracle:
 
     def known(self, prefix: Prefix) -> int:
         """Return how many chunks of a prompt, from the first, are in a tier or being written."""
-        known = self._catalog._room.known
+        rows, present, serial = self._index.rows, self._index.present, self._index.serial
         for count, chunk in enumerate(prefix.names):
-            if not all(known(self._index.find(name)) for name in chunk):
+            found = [rows.get(name, NO_ROW) for name in chunk]
+            if not all(row != NO_ROW and (present[row] or serial[row]) for row in found):
                 return count
         return len(prefix.names)
 
@@ -251,6 +252,15 @@ class Oracle:
     def strays(self, tier: int) -> set[RecordId]:
         """Return the names of the records that a tier may have besides."""
         return set(self.cache._moves._spillers[tier]._strays._charged)
+
+    @property
+    def orphans(self) -> int:
+        """Parts whose parent is in no tier, as the index counts them; ``check`` recounts that."""
+        return self._index.orphans
+
+    def used(self, tier: int) -> int:
+        """Return the bytes that a tier is charged for what it has."""
+        return self._catalog._shelves[tier].used
 
     def capacity(self, tier: int) -> int | None:
         """Return a tier's budget in bytes; None for unbounded."""

@@ -53,6 +53,11 @@ EVENTS: Final = {
     "breaker_refused": "a call was not made because the breaker is open",
     "breaker_tried": "one call tried a tier that had been left alone",
     "calls_hung": "every thread of a tier sat in a call that did not return",
+    "crashed": "the process ended between two steps, and a cache was opened on what was left",
+    "crash_met_call": "a call of a store was under way then; it took effect or did not",
+    "crash_lost_record": "what a store had not synced was gone",
+    "crash_tore_record": "a record was there in part",
+    "crash_left_orphan": "a part was there, and its parent in no tier",
 }
 """Every event, and what it says."""
 

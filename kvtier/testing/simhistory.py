@@ -34,7 +34,7 @@ def history(schedule: Schedule) -> tuple[Outcome, list[str]]:
 def shorten(schedule: Schedule, failed: Outcome) -> Schedule:
     """Return the shortest schedule that was found to fail in the same way.
 
-    It leaves out rounds, requests and kinds of trouble, each in a few orders, for as long as that
+    It leaves out calls, clients and kinds of trouble, each in a few orders, for as long as that
     still fails: 400 runs and 30 seconds at most.
     """
     until = monotonic() + _SECONDS
@@ -59,11 +59,11 @@ def shorten(schedule: Schedule, failed: Outcome) -> Schedule:
 def _shorter(schedule: Schedule, failed: Outcome) -> Iterator[Schedule]:
     """Yield schedules that have less in them, those with least first."""
     world = schedule.scenario()
-    rounds = failed.rounds
-    for fewer in sorted({1, rounds // 4, rounds // 2, rounds * 3 // 4, rounds - 1}):
-        if 0 < fewer < rounds:
+    ops = failed.ops
+    for fewer in sorted({1, ops // 4, ops // 2, ops * 3 // 4, ops - 1}):
+        if 0 < fewer < ops:
             yield replace(schedule, ops=fewer)
-    kept = world.kept_requests
+    kept = world.kept_clients
     half = len(kept) // 2
     groups = [kept[:half], kept[half:]] if half > 1 else []
     groups += [[one for one in kept if one != left_out] for left_out in kept]

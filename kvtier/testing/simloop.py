@@ -16,57 +16,25 @@ import warnings
 from asyncio import base_events, tasks
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar, TypeVarTuple
+from functools import partial
+from typing import Any, Final, TypeVar, TypeVarTuple
 
 from kvtier.seams import Future
+from kvtier.testing.simconditions import Conditions, picker, task_of
 from kvtier.testing.simtask import (
     Deadlock,
     Leak,
     Livelock,
-    SimError,
     SimFuture,
     SimTask,
     where,
 )
 
-__all__ = ["Conditions", "Deadlock", "Leak", "Livelock", "SimError", "SimLoop", "simulate", "where"]
+__all__ = ["SimLoop", "simulate"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _DIGEST_BYTES: Final = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Conditions:
-    """What a simulated world is like. Rates are probabilities, times are virtual seconds.
-
-    order: ``random``, or ``fifo`` as asyncio's own loop. step_seconds: what one callback takes at
-    most. stall_rate, stall_seconds: how often, and for how long at most, the loop's thread is
-    held up until a timer has fired among callbacks that are ready.
-    io_seconds: of a call in a pool; slow_rate of the calls take slow_seconds instead.
-    cancel_rate: for each step of a task whose name begins with cancel_prefix; each at most once.
-    cancel_at: a task's name and the number of its step after which it is cancelled.
-    daemons: parts of the names of tasks that tick for ever: when for max_idle_seconds, longer
-    than anybody sleeps, nothing but these ran, what else still waits is deadlocked.
-    shuffle: another number, another order, timing and cancellation under the same seed.
-    """
-
-    order: Literal["random", "fifo"] = "random"
-    step_seconds: float = 5e-6
-    stall_rate: float = 0.02
-    stall_seconds: float = 0.05
-    io_seconds: tuple[float, float] = (1e-5, 5e-3)
-    slow_rate: float = 0.02
-    slow_seconds: tuple[float, float] = (0.02, 2.0)
-    cancel_rate: float = 0.0
-    cancel_prefix: str = "request"
-    cancel_at: tuple[str, int] | None = None
-    daemons: tuple[str, ...] = (".reap",)
-    max_idle_seconds: float = 300.0
-    max_steps: int = 200_000
-    max_seconds: float = 36_000.0
-    shuffle: int = 0
 
 
 _DEFAULT: Final = Conditions()
@@ -75,7 +43,8 @@ _DEFAULT: Final = Conditions()
 class SimLoop(base_events.BaseEventLoop):
     """The loop. ``digest`` is equal for two runs exactly when they took the same course.
 
-    on_step: called after every callback; what it raises ends the run.
+    on_step: called after every callback; what it raises ends the run. stalled: seconds for which
+    the thread was held up so far. under_way: calls in pools that have begun and had no effect yet.
     """
 
     def __init__(
@@ -89,6 +58,8 @@ class SimLoop(base_events.BaseEventLoop):
         self.problems: list[str] = []
         self.trace: list[str] | None = [] if keep_trace else None
         self.cancelled: dict[str, int] = {}
+        self.stalled = 0.0
+        self.under_way: dict[int, partial[Any]] = {}
         self._now = 0.0
         self._ready: list[asyncio.Handle] = []
         self._scheduled: list[asyncio.TimerHandle] = []
@@ -96,13 +67,13 @@ class SimLoop(base_events.BaseEventLoop):
         self._serial = 0
         self._calls = 0
         self._tasks: list[SimTask[Any]] = []
-        self._task_steps: dict[str, int] = {}
+        self.task_steps: dict[str, int] = {}
         self._busy_at = 0.0
         self._failure: BaseException | None = None
         self._digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
         # One stream for each concern: a change to one leaves the others' course alone.
         again = f" {conditions.shuffle}" if conditions.shuffle else ""
-        self._order = self.rng(f"order{again}")
+        self._pick = picker(conditions.order, self.rng(f"order{again}"))
         self._timing = self.rng(f"timing{again}")
         self._latency = self.rng(f"latency{again}")
         self._cancel = self.rng(f"cancel{again}")
@@ -112,7 +83,8 @@ class SimLoop(base_events.BaseEventLoop):
 
     def rng(self, concern: str) -> random.Random:
         """Return the seeded stream of one concern."""
-        return random.Random(f"{self.seed}/{concern}")  # text: a seed that no hash() enters
+        life = f".{self.conditions.life}" if self.conditions.life else ""
+        return random.Random(f"{self.seed}{life}/{concern}")  # text: no hash() enters it
 
     def next_serial(self) -> int:
         """Return the number of the next task or future."""
@@ -171,17 +143,19 @@ class SimLoop(base_events.BaseEventLoop):
         """
         del executor
         self._calls += 1
-        future, name = self.create_future(), f"{self._calls}:{getattr(func, '__qualname__', '?')}"
+        number, future = self._calls, self.create_future()
         slow = self._latency.random() < self.conditions.slow_rate
         low, high = self.conditions.slow_seconds if slow else self.conditions.io_seconds
         queued, running, delivery = (self._latency.uniform(low, high) / 3 for _ in range(3))
 
         def start() -> None:
             if not future.cancelled():
+                self.under_way[number] = partial(func, *args)
                 self.call_later(running, effect)
 
         def effect() -> None:
-            self.note("effect", name)
+            self.note("effect", f"{number}:{getattr(func, '__qualname__', '?')}")
+            del self.under_way[number]
             try:
                 result = func(*args)
             except Exception as error:  # noqa: BLE001  (handed to whoever waits)
@@ -246,10 +220,8 @@ class SimLoop(base_events.BaseEventLoop):
     def _step(self) -> None:
         if not self._advance():
             return
-        count = len(self._ready)
-        index = self._order.randrange(count) if self.conditions.order == "random" else 0
-        handle = self._ready.pop(index)
-        task = _task_of(handle)
+        handle = self._ready.pop(self._pick(self._ready))
+        task = task_of(handle)
         self.steps += 1
         if task is None:
             callback = getattr(handle, "_callback", None)
@@ -258,7 +230,7 @@ class SimLoop(base_events.BaseEventLoop):
             self._enter(task)
         handle._run()
         if task is not None:
-            self._maybe_cancel(task)
+            self._maybe_cancel(task, "after")
         if self.on_step is not None:
             self.on_step()
 
@@ -272,6 +244,7 @@ class SimLoop(base_events.BaseEventLoop):
         if self._scheduled and not self._stopping:
             when = self._scheduled[0].when()
             if not self._ready or (stalled and when - self._now < to_come.stall_seconds):
+                self.stalled += max(0.0, when - self._now) if self._ready else 0.0
                 self._now = max(self._now, when)
                 self._collect_due()
         if self._ready:
@@ -296,19 +269,19 @@ class SimLoop(base_events.BaseEventLoop):
 
     def _enter(self, task: SimTask[Any]) -> None:
         name = task.get_name()
-        count = self._task_steps[name] = self._task_steps.get(name, 0) + 1
+        count = self.task_steps[name] = self.task_steps.get(name, 0) + 1
         self.note("step", f"{name}#{count}")
         if not any(part in name for part in self.conditions.daemons):
             self._busy_at = self._now
         elif self._now - self._busy_at > (idle := self.conditions.max_idle_seconds):
             raise Deadlock(f"only daemons ran for {idle:.0f} s\n{self.waiting()}")
-        self._maybe_cancel(task)  # its result is there, and cancellation comes first
+        self._maybe_cancel(task, "before")
 
-    def _maybe_cancel(self, task: SimTask[Any]) -> None:
+    def _maybe_cancel(self, task: SimTask[Any], phase: str) -> None:
         name, limits = task.get_name(), self.conditions
         if task.done() or name in self.cancelled:
             return
-        hit = limits.cancel_at == (name, self._task_steps[name])
+        hit = limits.cancel_at == (name, self.task_steps[name], phase)
         if limits.cancel_rate and name.startswith(limits.cancel_prefix):
             hit = hit or self._cancel.random() < limits.cancel_rate
         if hit:
@@ -340,13 +313,15 @@ class SimLoop(base_events.BaseEventLoop):
     def abandon(self) -> None:
         """Drop everything that is left, quietly, and close the loop."""
         self.on_step = None
-        self._ready.clear()
-        self._scheduled.clear()
-        for task in self._tasks:
-            task.give_up()
-        self._tasks.clear()
-        self._ready.clear()
-        self._scheduled.clear()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # coroutines that had not begun
+            self._ready.clear()
+            self._scheduled.clear()
+            for task in self._tasks:
+                task.give_up()
+            self._tasks.clear()
+            self._ready.clear()
+            self._scheduled.clear()
         self.close()
 
 
@@ -384,11 +359,6 @@ def simulate(
         loop.abandon()
         if collects:
             gc.enable()
-
-
-def _task_of(handle: asyncio.Handle) -> SimTask[Any] | None:
-    owner = getattr(getattr(handle, "_callback", None), "__self__", None)
-    return owner if isinstance(owner, SimTask) else None
 
 
 def _never_awaited(warning: warnings.WarningMessage) -> bool:

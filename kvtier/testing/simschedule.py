@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
@@ -30,8 +31,8 @@ _NUMBER: Final = re.compile(r"\b[0-9a-f]{8}\b|-?\d+(\.\d+)?")
 class Schedule:
     """A seed, and how much of its world is kept.
 
-    ops: rounds of all requests together, at most; None for as many as the seed draws. only:
-    numbers of the requests that run; empty for all. without: of TROUBLES. shuffle: not 0, the
+    ops: calls on the cache after which no request begins; None for what the seed draws. only:
+    numbers of the clients that take part; empty for all. without: of TROUBLES. shuffle: not 0, the
     same world in another order. mutation: the guard that is taken away.
     """
 
@@ -43,16 +44,16 @@ class Schedule:
     mutation: str | None = None
 
     def scenario(self) -> Scenario:
-        """Return its world. Raises ConfigError for a trouble or a request that there is not."""
+        """Return its world. Raises ConfigError for a trouble or a client that there is not."""
         drawn = Scenario.draw(self.seed)
         drawn = replace(drawn, ops=self.ops, only=self.only, shuffle=self.shuffle)
         for what in self.without:
             if what not in TROUBLES:
                 raise unknown("trouble", what, TROUBLES)
             drawn = drawn.without(what)
-        if strangers := [number for number in self.only if not 0 <= number < drawn.requests]:
+        if strangers := [number for number in self.only if not 0 <= number < drawn.clients]:
             raise ConfigError(
-                f"seed {self.seed} has requests 0 to {drawn.requests - 1}, not {strangers[0]}"
+                f"seed {self.seed} has clients 0 to {drawn.clients - 1}, not {strangers[0]}"
             )
         return drawn
 
@@ -74,12 +75,12 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a schedule ended. kind: of KINDS, or empty when it ended well. rounds: lived through."""
+    """How a schedule ended. kind: of KINDS, or empty when it ended well. ops: calls made."""
 
     kind: str
     message: str
     steps: int
-    rounds: int
+    ops: int
     digest: str
     events: dict[str, int]
 
@@ -118,10 +119,14 @@ def live(schedule: Schedule, recorder: Recorder | None = None) -> Outcome:
             if not worlds:  # it was not the world that failed
                 raise
             kind, message = _kind(error), _ADDRESS.sub("0x", f"{type(error).__name__}: {error}")
-    ((world, events),) = worlds
-    loop = world.loop
-    events.finish(cancelled=len(loop.cancelled), abandoned=world.abandoned)
-    return Outcome(kind, message, loop.steps, world.rounds, loop.digest, dict(events.counts))
+    counts: Counter[str] = Counter()
+    for world, events in worlds:
+        events.finish(cancelled=len(world.loop.cancelled), abandoned=world.abandoned)
+        counts.update(events.counts)
+        if world.left is not None:
+            counts.update(world.left.counts)
+    steps, last = sum(world.loop.steps for world, _ in worlds), worlds[-1][0]
+    return Outcome(kind, message, steps, last.calls, last.loop.digest, dict(counts))
 
 
 def _kind(error: BaseException) -> str:

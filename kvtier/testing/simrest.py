@@ -1,0 +1,152 @@
+"""How a simulated world ends: faults off, everything at rest, read back, emptied, closed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.identity.record import RecordId
+from kvtier.testing.faults import FaultyStore, Rates
+from kvtier.testing.simclient import FOREVER
+from kvtier.testing.simcrash import torn_in
+from kvtier.testing.simscenario import HANG_SECONDS
+from kvtier.testing.simtask import SimError
+
+if TYPE_CHECKING:
+    from kvtier.testing.simworld import World
+
+__all__ = ["Ending"]
+
+_SETTLED_SECONDS: Final = 8.0  # longer than any lease, and than any read whose waiter is gone
+
+
+class Ending:
+    """The end of one world, and what is checked there."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._loop = world.loop
+        self._cache = world.cache
+        self._oracle = world.oracle
+        self._scenario = world.scenario
+        self._stores = world.stores
+        torn = any(torn_in(store.inner) for store in world.stores)
+        self._faultless = world.scenario.faultless and not torn
+
+    async def wind_down(self) -> None:
+        """Let everything come to rest, and check what is left; then close the cache."""
+        await self._world.device.idle()
+        for store in self._stores:
+            store.rates = Rates()
+        if not self._cache.flush(timeout=FOREVER):
+            raise SimError("flush did not end")
+        hung = HANG_SECONDS[1] if self._scenario.hangs else 0.0
+        await asyncio.sleep(_SETTLED_SECONDS + 2 * hung)
+        self._oracle.check_rest()
+        self._check_figures()
+        self._check_stores()
+        self._world.after("rest")
+        if len(self._stores) > 1:
+            await self._read_with_one_down(self._world.prompts[0])
+        for number, tokens in enumerate(self._world.prompts):
+            await self._read_back(number, tokens)
+        self._empty()
+        self._cache.close()
+
+    async def _read_back(self, number: int, tokens: NDArray[np.int32]) -> None:
+        """With all faults gone, what is matched arrives, or turns out to be lost below, once.
+
+        Unless calls still hang.
+        """
+        whole, chunks, tokens_matched = await self._read_all(tokens)
+        if not whole and not self._scenario.hangs:
+            if self._faultless:
+                raise SimError("not all of the chunks that were matched came")
+            if not (await self._read_all(tokens))[0]:
+                raise SimError("a part that was lost is matched, and fails a second time")
+        self._loop.note("read", f"{number} {tokens_matched} {chunks}")
+
+    async def _read_with_one_down(self, tokens: NDArray[np.int32]) -> None:
+        """What two tiers have arrives although the first of them does not answer."""
+        self._cache.clear("dram", timeout=FOREVER)
+        self._stores[0].rates = Rates(unavailable=1.0)
+        await self._read_all(tokens)
+        self._stores[0].rates = Rates()
+        await asyncio.sleep(_SETTLED_SECONDS)  # longer than a breaker rests
+
+    async def _read_all(self, tokens: NDArray[np.int32]) -> tuple[bool, int, int]:
+        """Fetch all that is matched; say whether it came, with its chunks and the match's tokens.
+
+        More than DRAM has room for need not come.
+        """
+        match = self._cache.match(tokens)
+        self._oracle.expect_match(match)
+        room = self._scenario.dram_slots // len(self._world.namer.names)
+        sure = self._oracle.kept_somewhere(match, self._kept_names())
+        lease = await self._cache.fetch(match, timeout=FOREVER, deadline=FOREVER)
+        chunks = lease.chunks if lease else 0
+        if chunks < min(sure, room) and not self._scenario.hangs:
+            raise SimError(f"{chunks} chunks came, although another copy of {sure} could be read")
+        if lease is not None:
+            self._oracle.expect_leased(lease)
+            lease.release()
+        self._cache.flush(timeout=FOREVER)
+        await asyncio.sleep(1.0)
+        self._oracle.check_rest()
+        return chunks >= min(match.chunks, room), chunks, match.tokens
+
+    def _empty(self) -> None:
+        """Clear every tier until nothing is left; what is only below leaves after what is above."""
+        names = list(self._cache._numbers)
+        for _ in range(len(self._world.prompts) * 8):
+            for name in names:
+                self._cache.clear(name, timeout=FOREVER)
+            if not len(self._oracle._index):
+                break
+        self._oracle.check_empty()
+        if any(store.kept_bytes() for _, store in self._local_stores()):
+            raise SimError("a store has records after it was cleared")
+
+    def _check_figures(self) -> None:
+        figures = self._cache.figures()
+        bad = [name for name, value in figures.items() if value < 0]
+        if bad:
+            raise SimError(f"negative figures: {', '.join(bad)}")
+        metrics = self._cache.metrics
+        ended = sum(metrics.get("dropped_saves", reason=why) for why in ("copy", "orphan"))
+        ended += metrics.get("saved_chunks")
+        if ended != self._world.saved_chunks:
+            raise SimError(f"{self._world.saved_chunks} chunks were to be saved, {ended:.0f} were")
+        self._loop.note("figures", repr(sorted(figures.items())))
+
+    def _check_stores(self) -> None:
+        """What a Store has is indexed or known to be astray; it never was over its budget."""
+        lossless = not self._scenario.rates.lost_write
+        for number, store in self._local_stores():
+            kept = {header.id for header in store.scan()}
+            self._loop.note("store", repr((number, sorted(kept), sorted(store.counts.items()))))
+            indexed = set(self._oracle.indexed(number))
+            capacity = self._oracle.capacity(number)
+            if capacity is not None and store.peak_bytes > capacity:
+                raise SimError(f"store {number} had {store.peak_bytes} bytes of {capacity}")
+            if not kept - indexed <= self._oracle.strays(number):
+                raise SimError(f"store {number} has records that nobody knows of")
+            if lossless and indexed - kept:
+                raise SimError(f"store {number} lacks records that the index names")
+            if self._faultless and store.counts["again"]:
+                raise SimError(f"{store.counts['again']} records were written twice")
+
+    def _kept_names(self) -> dict[int, set[RecordId]]:
+        """Return the names of what each Store that answers really has."""
+        return {
+            number: {one.id for one in store.scan()} - torn_in(store.inner).keys()
+            for number, store in enumerate(self._stores, 1)
+            if self._cache._tiers[number].available and not store.rates.unavailable
+        }
+
+    def _local_stores(self) -> list[tuple[int, FaultyStore]]:
+        numbered = enumerate(zip(self._scenario.tiers, self._stores, strict=True), 1)
+        return [(number, store) for number, (shape, store) in numbered if not shape.shared]
