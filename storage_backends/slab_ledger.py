@@ -203,18 +203,19 @@ class Ledger:
         with self._lock:
             batch = self._in_commit = self._pending
             self._pending = Batch()
-            batch.failed = True
+        failed = True
         try:
             if self._synced:
                 self._files.sync(batch.dirty)
             self._index.commit(batch.operations)
-            batch.failed = False
+            failed = False
         except (OSError, Unavailable) as error:
             self._log.warn("a commit failed; the writes that it held are lost", error)
         finally:
             with self._lock:
                 self._in_commit = Batch()
-                if batch.failed:
+                batch.failed = failed  # not before: a writer that does not wait may look meanwhile
+                if failed:
                     self._withdraw(batch)
                 else:
                     for segment, slot in batch.releases:

@@ -39,6 +39,35 @@ def test_batch_is_committed_by_age_and_by_size(opened: Any) -> None:
     assert committed() == 10
 
 
+def test_a_write_whose_batch_is_being_committed_has_not_failed(opened: Any) -> None:
+    syncing, written = threading.Event(), threading.Event()
+
+    class Slow(FileIO):
+        ledger: Any = None
+        commits: threading.Thread | None = None
+
+        def pwrite(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
+            ledger = self.ledger
+            if ledger and ledger.pending.operations:  # the first record, which is committed now
+                self.commits = threading.Thread(target=ledger.commit, args=(ledger.pending,))
+                self.commits.start()
+                assert syncing.wait(20)
+            return super().pwrite(descriptor, buffers, offset)
+
+        def fdatasync(self, descriptor: int) -> None:
+            syncing.set()
+            assert not self.ledger or written.wait(20)
+            super().fdatasync(descriptor)
+
+    io = Slow()
+    store = opened(io=io)
+    io.ledger = store._ledger
+    statuses = store.write_many([make_record(1, 5000), make_record(2, 5000)])
+    written.set()
+    io.commits.join()
+    assert statuses == [OK, OK]
+
+
 def test_none_is_discarded_after_a_restart(
     opened: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
