@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.testing.campaign import Found, Totals
+from kvtier.testing.harmless import stale
 from kvtier.testing.simevents import EVENTS
 from kvtier.testing.simhistory import history, shorten
 from kvtier.testing.simschedule import Schedule, live
@@ -20,6 +22,7 @@ from kvtier.testing.simschedule import Schedule, live
 __all__ = ["FailureReport", "MutationReport", "SimReport", "show", "write"]
 
 _HISTORY_LINES: Final = 120
+_FOUND, _BY_TEST, _HARMLESS, _MISSED = range(4)
 _FILE_COLUMNS: Final = 150  # a file has no width; rich would take 80 and cut the columns
 
 
@@ -54,12 +57,22 @@ class FailureReport(Explained):
 
 
 class MutationReport(Explained):
-    """A guard that was taken away. found_after: schedules; None when nothing failed."""
+    """A guard that was taken away. found_after: schedules; None when nothing failed.
+
+    Then found_by: the test that fails without it, or harmless: the reason why nothing can.
+    """
 
     name: str
     guard: str
     found_after: int | None
     how: str
+    found_by: str = ""
+    harmless: str = ""
+
+    @property
+    def missed(self) -> bool:
+        """Say whether nothing found it and nobody said why."""
+        return self.found_after is None and not self.found_by and not self.harmless
 
     def explain(self, schedule: Schedule) -> None:
         """Add the history. schedule: what was asked for."""
@@ -71,7 +84,8 @@ class SimReport(msgspec.Struct):
     """Everything that was found. events: how often each happened; reached: in how many schedules.
 
     violations, deadlocks, leaks: schedules that failed so, of the code as it is. digest: equal for
-    two runs exactly when every schedule took the same course.
+    two runs exactly when every schedule took the same course. stale: guards that are not in the
+    source any more, although there is a reason why they are harmless, or a test that finds them.
     """
 
     violations: int
@@ -88,12 +102,13 @@ class SimReport(msgspec.Struct):
     reached: dict[str, int]
     failures: list[FailureReport]
     mutations: list[MutationReport]
+    stale: list[str]
 
     @property
     def clean(self) -> bool:
-        """Say whether the code held, and every guard that was taken away was missed."""
+        """Say whether the code held, and every guard that was taken away was accounted for."""
         held = not (self.violations or self.deadlocks or self.leaks)
-        return held and all(one.found_after is not None for one in self.mutations)
+        return held and not self.stale and not any(one.missed for one in self.mutations)
 
     @classmethod
     def of(
@@ -130,6 +145,7 @@ class SimReport(msgspec.Struct):
                 for one in totals.failures
             ],
             mutations=[MutationReport(**msgspec.structs.asdict(one), history=[]) for one in found],
+            stale=stale() if found else [],
         )
 
 
@@ -167,14 +183,26 @@ def show(report: SimReport) -> None:
 
 
 def _mutations(mutations: Sequence[MutationReport]) -> Table:
+    """Return a table of what was found, then of what is harmless, then of what was missed."""
     table = Table(title="guards taken away")
     table.add_column("guard", no_wrap=True, min_width=max(len(one.name) for one in mutations))
     table.add_column("found after", justify="right", no_wrap=True, min_width=11)
     table.add_column("how", no_wrap=True, overflow="ellipsis")
-    for one in mutations:
-        after = "NEVER" if one.found_after is None else f"{one.found_after:,}"
-        table.add_row(one.name, after, one.how, style="red" if one.found_after is None else None)
+    rows = [(_after(one), one) for one in mutations]
+    for (group, after), one in sorted(rows, key=lambda row: row[0][0]):
+        how = one.how or one.found_by or one.harmless or one.guard
+        style = "red" if group == _MISSED else "dim" if group == _HARMLESS else None
+        table.add_row(one.name, after, how, style=style)
     return table
+
+
+def _after(one: MutationReport) -> tuple[int, str]:
+    """Return the group of a guard, and when it was found."""
+    if one.found_after is not None:
+        return _FOUND, f"{one.found_after:,}"
+    if one.missed:
+        return _MISSED, "NEVER"
+    return (_BY_TEST, "a test") if one.found_by else (_HARMLESS, "harmless")
 
 
 def _sums(report: SimReport) -> list[str]:
@@ -187,6 +215,11 @@ def _sums(report: SimReport) -> list[str]:
         f"digest {report.digest}",
     ]
     if report.mutations:
-        found = sum(one.found_after is not None for one in report.mutations)
-        lines.append(f"{found} of {len(report.mutations)} guards were missed when taken away")
+        count = Counter(_after(one)[0] for one in report.mutations)
+        lines.append(
+            f"{count[_FOUND]} of {len(report.mutations)} guards were missed when taken away, "
+            f"{count[_BY_TEST]} more by a test, {count[_HARMLESS]} are harmless, "
+            f"{count[_MISSED]} nobody missed"
+        )
+    lines += [f"not in the source any more: {name}" for name in report.stale]
     return lines

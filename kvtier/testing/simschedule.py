@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 from kvtier.errors import ConfigError, unknown
+from kvtier.testing.bounded import Endless, bounded
 from kvtier.testing.mutations import removed
 from kvtier.testing.simevents import Events
 from kvtier.testing.simscenario import TROUBLES, Scenario
@@ -23,6 +24,7 @@ __all__ = ["KINDS", "Outcome", "Recorder", "Schedule", "live"]
 KINDS: Final = ("violation", "deadlock", "leak")
 """How a schedule may fail."""
 
+_MUTANT_SECONDS: Final = 5.0  # without a guard a schedule may never end; others take 0.1 at most
 _ADDRESS: Final = re.compile(r"0x[0-9a-f]+")
 _NUMBER: Final = re.compile(r"\b[0-9a-f]{8}\b|-?\d+(\.\d+)?")
 
@@ -111,14 +113,18 @@ def live(schedule: Schedule, recorder: Recorder | None = None) -> Outcome:
             recorder.attach(world)
 
     kind = message = ""
-    scenario = schedule.scenario()
+    scenario, whole = schedule.scenario(), schedule.mutation is None
+    bound = contextlib.nullcontext() if whole else bounded(_MUTANT_SECONDS)
     with removed(schedule.mutation), _silence():
         try:
-            run_world(schedule.seed, scenario, watch=watch)
-        except (Exception, asyncio.CancelledError) as error:
-            if not worlds:  # it was not the world that failed
+            with bound:
+                run_world(schedule.seed, scenario, watch=watch)
+        except (Exception, asyncio.CancelledError, Endless) as error:
+            if whole and not worlds:  # it was not the world that failed
                 raise
             kind, message = _kind(error), _ADDRESS.sub("0x", f"{type(error).__name__}: {error}")
+    if not worlds:
+        return Outcome(kind, message, 0, 0, "", {})
     counts: Counter[str] = Counter()
     for world, events in worlds:
         events.finish(cancelled=len(world.loop.cancelled), abandoned=world.abandoned)
@@ -132,7 +138,7 @@ def live(schedule: Schedule, recorder: Recorder | None = None) -> Outcome:
 def _kind(error: BaseException) -> str:
     if isinstance(error, Leak):
         return "leak"
-    return "deadlock" if isinstance(error, Deadlock | Livelock) else "violation"
+    return "deadlock" if isinstance(error, Deadlock | Livelock | Endless) else "violation"
 
 
 def _ignore(name: str) -> None:
