@@ -42,7 +42,8 @@ class Log:
         now = self._clock()
         if now - self._last >= _LOG_SECONDS:
             self._last = now
-            _logger.warning("%s: %s: %s", self._path, what, error)
+            # As text: whoever keeps the record would keep the buffers of the error's traceback.
+            _logger.warning("%s: %s: %s", self._path, what, str(error))
 
 
 @dataclass(slots=True, eq=False)

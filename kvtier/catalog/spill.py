@@ -175,21 +175,39 @@ class Spiller:
 
     async def _write(self, jobs: list[_Job]) -> None:
         """Write jobs, making room as the tier asks for it; what still fails is dropped."""
+        jobs = self._headed(jobs)
         footprint = self._tier.footprint
         room = sum(footprint(job.part.nbytes) for job in jobs)
         extra = 0
         for _ in range(_FULL_TRIES):
+            if not jobs:
+                return
             await self._make_room(jobs, room, extra)
             jobs = self._fitting(jobs)
-            full = [
-                job
-                for job, status in zip(jobs, await self._send(jobs), strict=True)
-                if not self._settled(job, status)
-            ]
+            full = self._settle(jobs, await self._send(jobs))
             if not full:
                 return
             jobs, room, extra = full, 0, max(len(full), self._lot(full[0]))
         self._drop(jobs, "full")
+        if len(self._strays):
+            await self._strays.delete({})
+
+    def _settle(self, jobs: Sequence[_Job], statuses: Sequence[Status]) -> list[_Job]:
+        """Note what became of jobs; return those to try again with more room, ancestors first.
+
+        What was written below one of these comes again with it: the tier would have a tail
+        without a head, which is an orphan after a restart.
+        """
+        again: dict[RecordId, _Job] = {}
+        for job, status in zip(jobs, statuses, strict=True):
+            if status is Status.FULL:
+                again[job.part.name] = job
+            elif job.part.parent in again:
+                self._strays.note(job.part.name, self._tier.footprint(job.part.nbytes))
+                again[job.part.name] = job
+            else:
+                self._settled(job, status)
+        return list(again.values())
 
     def _drop(self, jobs: Sequence[_Job], reason: str) -> None:
         """Count parts that are not written; what hangs under them will not be kept either."""
@@ -198,6 +216,19 @@ class Spiller:
             while len(self._dropped) > _DROPPED_NAMES:  # their children were queued long ago
                 del self._dropped[next(iter(self._dropped))]
             self._metrics.add("dropped_spills", len(jobs), tier=self._tier.name, reason=reason)
+
+    def _headed(self, jobs: list[_Job]) -> list[_Job]:
+        """Return the jobs whose parent was not dropped; drop the others.
+
+        Before room is made: it would be made of heads, for tails that are not kept.
+        """
+        kept: list[_Job] = []
+        for job in jobs:
+            if job.part.parent in self._dropped:
+                self._drop([job], "failed")
+            else:
+                kept.append(job)
+        return kept
 
     def _lot(self, job: _Job) -> int:
         """Return how many parts to evict at a time: each lot costs a durable Store a commit."""
@@ -216,14 +247,12 @@ class Spiller:
         self._drop(jobs[count:], "full")
         return jobs[:count]
 
-    def _settled(self, job: _Job, status: Status) -> bool:
-        """Note a part's outcome; False when it should be tried again with more room.
+    def _settled(self, job: _Job, status: Status) -> None:
+        """Note a part's outcome.
 
         One whose parent was dropped is dropped too: it would be a tail without a head here, and
         keep the head in DRAM, as the last copy of it, for ever.
         """
-        if status is Status.FULL:
-            return False
         charged = self._tier.footprint(job.part.nbytes)
         if status is Status.OK and job.part.parent not in self._dropped:
             self._strays.forget(job.part.name)
@@ -231,7 +260,6 @@ class Spiller:
         else:
             self._strays.note(job.part.name, charged)
             self._drop([job], "failed")
-        return True
 
     async def _send(self, jobs: list[_Job]) -> list[Status]:
         """Write with as many calls in parallel as the Store takes, in runs of the order."""

@@ -223,8 +223,8 @@ def queue_a_spill_without_a_hold() -> list[Patch]:
 def count_a_failed_write_as_stored() -> list[Patch]:
     settled = Spiller._settled
 
-    def broken(self: Spiller, job: Any, status: Status) -> bool:
-        return settled(self, job, Status.OK if status is Status.FAILED else status)
+    def broken(self: Spiller, job: Any, status: Status) -> None:
+        settled(self, job, Status.OK if status is Status.FAILED else status)
 
     return [(Spiller, "_settled", broken)]
 
