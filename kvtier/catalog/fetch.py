@@ -121,11 +121,13 @@ class Fetcher:
                 name, _, _, slot, nbytes, _ = self._catalog.describe(row)
                 into = self._arena.view(slot.offset, slot.nbytes)
                 wanted.append(Wanted(name, self._namespace, nbytes, into))
+            asked = tier.available  # else a failure says nothing of the records
             outcomes = await tier.read(wanted)
             for row, one, outcome in zip(here, wanted, outcomes, strict=True):
                 if outcome.status is Status.OK:
                     self._end(row, number, outcome.raw_sum)
-                elif outcome.status is not Status.FAILED:  # it will not be there next time either
+                elif asked or outcome.status is not Status.FAILED:
+                    # It must not fail twice, nor count as stored when it is computed anew.
                     self._catalog.lost(row, number)
                     self._strays[number].note(one.id, tier.footprint(one.raw_bytes))
 
