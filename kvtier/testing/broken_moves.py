@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, Final
 
 from kvtier.catalog.catalog import Catalog
@@ -302,5 +303,12 @@ def never_try_a_broken_tier_again() -> list[Patch]:
 
 @_takes_away("of a tier's copies the next is tried when one fails", "another copy")
 def give_up_after_the_first_copy() -> list[Patch]:
-    tiers_of = Catalog.tiers_of
-    return [(Catalog, "tiers_of", lambda self, row: tiers_of(self, row)[:1])]
+    read = Fetcher._read_each
+
+    async def broken(self: Fetcher, rows: list[int]) -> None:
+        first = [tier for row in rows for tier in self._catalog.tiers_of(row)[:1]]
+        only = copy(self)
+        only._tiers = {tier: self._tiers[tier] for tier in first[:1]}
+        await read(only, rows)
+
+    return [(Fetcher, "_read_each", broken)]
