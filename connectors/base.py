@@ -22,7 +22,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MISS", "PENDING", "Connector", "Loaded", "Match", "Update"]
+__all__ = ["MISS", "PENDING", "Connector", "Loaded", "Match", "Places", "Update"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +36,9 @@ class Match:
     tokens: int
     pending: bool = False
 
+
+Places = Sequence[int] | Sequence[Sequence[int]]
+"""Block ids of all components together, or of each."""
 
 MISS: Final = Match(0)
 PENDING: Final = Match(0, pending=True)
@@ -84,8 +87,12 @@ class Connector(Protocol):
         """
         ...
 
-    def load(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """Start to fill `block_ids`, the blocks of the tokens that ``match`` offered, in order."""
+    def load(self, request_id: str, block_ids: Places) -> None:
+        """Start to fill `block_ids`, the blocks of the tokens that ``match`` offered, in order.
+
+        Of a model of several components: for each its blocks, -1 for those that a window does
+        not reach; for a recurrent one the slot of its state, alone.
+        """
         ...
 
     def poll(self) -> Update:
@@ -103,14 +110,20 @@ class Connector(Protocol):
         self,
         request_id: str,
         tokens: NDArray[np.int32],
-        block_ids: Sequence[int],
+        block_ids: Places,
         identity: object | None = None,
     ) -> None:
         """Offer the KV of `tokens`, all accepted and computed, that lies in `block_ids`.
 
-        tokens: prompt and output so far, int32 [n]; block_ids: the request's block table.
+        tokens: prompt and output so far, int32 [n]; block_ids: the request's block table, or one
+        for each component of the model, with -1 for what the engine has not got; of a recurrent
+        component the slot of the state after each whole chunk.
         Chunks that are already stored, and the incomplete tail, cost nothing.
         """
+        ...
+
+    def saving(self, request_id: str) -> bool:
+        """Say whether copies of this request are in flight: its blocks must stay as they are."""
         ...
 
     def finish(self, request_id: str) -> bool:

@@ -9,14 +9,14 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.cache import Cache, Lease, Match
 from kvtier.connectors import base
-from kvtier.connectors.base import MISS, PENDING, Loaded, Update
+from kvtier.connectors.base import MISS, PENDING, Loaded, Places, Update
 from kvtier.copyplan import CopyPlan
 from kvtier.device.base import Device
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
@@ -109,7 +109,7 @@ class ReferenceConnector:
         state.fetch.on_settled(self._wake.set)
         return PENDING
 
-    def load(self, request_id: str, block_ids: Sequence[int]) -> None:
+    def load(self, request_id: str, block_ids: Places) -> None:
         """See Connector."""
         state = self._states[request_id]
         lease, state.lease = state.lease, None
@@ -117,7 +117,8 @@ class ReferenceConnector:
             raise MisuseError(f"request {request_id!r} was offered nothing to load")
         count = state.tokens // self._block
         with lease:  # the plan holds the slots from here on
-            plan = self._cache.plan_load(lease, block_ids[:count], start=state.computed)
+            blocks = cast("Sequence[int]", block_ids)[:count]
+            plan = self._cache.plan_load(lease, blocks, start=state.computed)
         if plan is None:
             self._late[request_id] = None  # too late: reported as a load of nothing
             return
@@ -159,7 +160,7 @@ class ReferenceConnector:
         self,
         request_id: str,
         tokens: NDArray[np.int32],
-        block_ids: Sequence[int],
+        block_ids: Places,
         identity: object | None = None,
     ) -> None:
         """See Connector."""
@@ -171,11 +172,16 @@ class ReferenceConnector:
             known = state.prefix
             state.prefix = self._cache.prefix(tokens, _request(identity), known)
         computed = state.prefix.head(tokens, chunks)
-        plan = self._cache.plan_save(computed, block_ids, first=state.saved_chunks)
+        blocks = cast("Sequence[int]", block_ids)
+        plan = self._cache.plan_save(computed, blocks, first=state.saved_chunks)
         state.saved_chunks = chunks
         if plan is not None:
             transfer = self._execute(plan)
             self._copying.append(_Copying(request_id, plan, transfer))
+
+    def saving(self, request_id: str) -> bool:
+        """See Connector."""
+        return any(copying.request_id == request_id for copying in self._copying)
 
     def finish(self, request_id: str) -> bool:
         """See Connector."""

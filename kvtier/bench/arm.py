@@ -118,7 +118,7 @@ class Arm:
             block_tokens=BLOCK_TOKENS,
             prefix_cache=request.prefix_cache,
         )
-        self._engine.kv.fill_(0)  # an engine's pool is resident: no page fault while it is timed
+        self._engine.kv[0].fill_(0)  # an engine's pool is resident: no page fault while it is timed
         if self._cache is not None:
             self._device = CpuDevice()
             self._engine.connect(ReferenceConnector(self._cache, self._engine.kv, self._device))

@@ -35,13 +35,14 @@ KEY_TILE: Final = 512
 class Span:
     """The consecutive tokens of one request that a step computes.
 
-    tokens: their ids. start: position of the first. blocks: the request's block table, which
-    must reach to the last of them. logits: how many of the last tokens need logits.
+    tokens: their ids. start: position of the first. tables: for each component of the model, the
+    request's block table, which must reach to the last of them, or the slot of its state.
+    logits: how many of the last tokens need logits.
     """
 
     tokens: Sequence[int]
     start: int
-    blocks: Sequence[int]
+    tables: Sequence[Sequence[int]]
     logits: int = 1
 
     @property
@@ -78,19 +79,25 @@ class PagedAttention:
     """One step's attention: planned once, then written to and read from layer by layer."""
 
     def __init__(
-        self, config: ModelConfig, spans: Sequence[Span], kv: torch.Tensor, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        spans: Sequence[Span],
+        kv: torch.Tensor,
+        dtype: torch.dtype,
+        component: int = 0,
     ) -> None:
         """Plan the step.
 
         kv: the pool, [layers, 2, blocks, block tokens, KV heads, head size], contiguous.
         dtype: what queries come in; keys and values are converted to it.
+        component: of the model, whose table is used.
         """
         self._config = config
         block_tokens = kv.shape[3]
         self._blocks = kv.flatten(3)
         self._slots = kv.flatten(2, 3).flatten(3)
-        self._targets = _slots(spans, block_tokens)
-        self._reads = list(_reads(spans, config, block_tokens, dtype))
+        self._targets = _slots(spans, block_tokens, component)
+        self._reads = list(_reads(spans, config, block_tokens, dtype, component))
         # The spans take turns in these: what they read is packed as it lies, then widened.
         most = max(len(read.blocks) for read in self._reads)
         keys = max(read.keys for read in self._reads)
@@ -144,22 +151,26 @@ class PagedAttention:
         return heads[0], heads[1]
 
 
-def _slots(spans: Sequence[Span], block_tokens: int) -> torch.Tensor:
+def _slots(spans: Sequence[Span], block_tokens: int, component: int) -> torch.Tensor:
     """Return the pool slot of every new token, int64 [tokens of all spans]."""
     slots = []
     for span in spans:
         positions = torch.arange(span.start, span.end)
-        table = torch.tensor(span.blocks)
+        table = torch.tensor(span.tables[component])
         slots.append(table[positions // block_tokens] * block_tokens + positions % block_tokens)
     return torch.cat(slots)
 
 
 def _reads(
-    spans: Sequence[Span], config: ModelConfig, block_tokens: int, dtype: torch.dtype
+    spans: Sequence[Span],
+    config: ModelConfig,
+    block_tokens: int,
+    dtype: torch.dtype,
+    component: int,
 ) -> Iterator[_Read]:
     row = 0
     for span in spans:
-        blocks = torch.tensor(span.blocks[: -(-span.end // block_tokens)])
+        blocks = torch.tensor(span.tables[component][: -(-span.end // block_tokens)])
         yield _Read(blocks, span.end, tuple(_runs(span, row, config, dtype)))
         row += len(span.tokens)
 

@@ -54,6 +54,10 @@ class BlockPool:
             found.append(block)
         return found
 
+    def find(self, key: bytes) -> int | None:
+        """Return the block that is known under `key`. No hold: see ``share``."""
+        return self._blocks.get(key)
+
     def idle(self, blocks: Sequence[int]) -> int:
         """Count those of `blocks` that are free: sharing them makes ``free`` that much less."""
         return sum(block in self._idle for block in blocks)

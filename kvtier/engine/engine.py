@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.connectors.base import Connector
-from kvtier.engine.blocks import BlockPool
-from kvtier.engine.model import Model
+from kvtier.engine.drafting import Drafter, Drafting
 from kvtier.engine.request import Completion, Finish, Output, Request, Sampling
-from kvtier.engine.sampler import sample
-from kvtier.engine.scheduler import Scheduler
+from kvtier.engine.runner import AnyModel, Runner
+from kvtier.engine.scheduler import Scheduler, Work
+from kvtier.engine.tables import Pools, for_connector
 from kvtier.errors import ConfigError, MisuseError
 
 __all__ = ["Engine"]
@@ -29,50 +29,78 @@ class Engine:
     """Serves requests over one model and one pool of KV blocks. For one thread.
 
     model: the weights and the forward pass; several engines may share it.
-    num_blocks, block_tokens: the pool's size and the tokens of a block.
+    num_blocks, block_tokens: the size of each component's pool and the tokens of a block.
+    num_states: the slots for recurrent states, of which each running request has one.
+    chunk_tokens: what the cache below saves at once, the block by default. Recurrent states are
+        kept at its multiples, and windows let go of that many tokens at a time.
     step_tokens: the most tokens that a step computes; longer prompts take several steps.
     max_running: the most requests that hold blocks at once.
     prefix_cache: keep the blocks of ended requests findable until they are needed.
     connector: a cache below; also ``connect``, for one that wants to see ``kv`` first.
     kv_dtype: what keys and values are kept in, whatever the model computes in.
+    drafter, draft_tokens: guess so many tokens a step, and verify them with the next one.
+    ahead: schedule each step before the outputs of the one before it are known.
     clock: gives the times in ``Stats``, in seconds.
 
     Outputs do not depend on any of these, on the batch, or on the caches, except on kv_dtype.
-    Raises ConfigError for sizes out of range.
+    Raises ConfigError for sizes out of range, and for what does not go together.
     """
 
     def __init__(  # noqa: PLR0913  (the options of an engine)
         self,
-        model: Model,
+        model: AnyModel,
         *,
         num_blocks: int,
         block_tokens: int = 16,
+        num_states: int = 64,
+        chunk_tokens: int | None = None,
         step_tokens: int = 512,
         max_running: int = 32,
         prefix_cache: bool = True,
         connector: Connector | None = None,
         kv_dtype: torch.dtype = torch.bfloat16,
+        drafter: Drafter | None = None,
+        draft_tokens: int = 4,
+        ahead: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         limits = {
             "block_tokens": block_tokens,
+            "num_states": num_states,
             "step_tokens": step_tokens,
             "max_running": max_running,
+            "draft_tokens": draft_tokens,
         }
         for name, value in limits.items():
             if value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1")
-        if kv_dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise ConfigError(f"kv_dtype {kv_dtype} is not one of bfloat16, float16, float32")
-        config = model.config
+        chunk = block_tokens if chunk_tokens is None else chunk_tokens
+        if chunk < 1 or chunk % block_tokens:
+            raise ConfigError(f"chunk_tokens is {chunk}; it must be a multiple of {block_tokens}")
         self.model = model
         self.block_tokens = block_tokens
-        self._pool = BlockPool(num_blocks, prefix_cache=prefix_cache)
-        self.kv = torch.zeros(
-            (config.layers, 2, num_blocks, block_tokens, config.kv_heads, config.head_size),
-            dtype=kv_dtype,
+        self._pools = Pools(
+            model.components,
+            num_blocks=num_blocks,
+            num_states=num_states,
+            block_tokens=block_tokens,
+            chunk_tokens=chunk,
+            prefix_cache=prefix_cache,
         )
-        self._scheduler = Scheduler(self._pool, step_tokens=step_tokens, max_running=max_running)
+        if drafter is not None and (ahead or self._pools.recurrent):
+            raise ConfigError(
+                "drafts need the outputs of the step before, and go with neither `ahead` nor a "
+                "recurrent model, whose state cannot take a rejected token back"
+            )
+        self._runner = Runner(model, num_blocks, num_states, block_tokens, kv_dtype)
+        self._scheduler = Scheduler(
+            self._pools,
+            step_tokens=step_tokens,
+            max_running=max_running,
+            drafting=None if drafter is None else Drafting(drafter, draft_tokens),
+        )
+        self._ahead = ahead
+        self._under_way: list[Work] = []
         self._clock = clock
         self._submitted = 0
         self._closed = False
@@ -82,6 +110,15 @@ class Engine:
             self.connect(connector)
 
     @property
+    def kv(self) -> tuple[torch.Tensor, ...]:
+        """For each component of the model its pool, as a Cache binds it.
+
+        [layers, planes, blocks, block tokens, heads, head size], and for a recurrent component
+        [layers, planes, slots, heads, head size].
+        """
+        return self._runner.kv
+
+    @property
     def unfinished(self) -> int:
         """Requests that have not ended."""
         return self._scheduler.unfinished
@@ -89,7 +126,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """Whether all requests have ended and no copy reads or writes their blocks any more."""
-        return not self.unfinished and not self._scheduler.held
+        return not self.unfinished and not self._scheduler.held and not self._under_way
 
     def connect(self, connector: Connector) -> None:
         """Use a cache below the pool from now on.
@@ -171,7 +208,7 @@ class Engine:
 
     def reset_prefix_cache(self) -> None:
         """Forget all prefixes in the pool. Running requests keep their blocks."""
-        self._pool.reset()
+        self._pools.reset()
 
     def close(self) -> None:
         """Abort all requests and close the connector, which waits for its copies, bounded.
@@ -191,27 +228,57 @@ class Engine:
         if connector is not None:
             self._scheduler.settle(connector.poll())
         work = self._scheduler.schedule()
-        if not work:
-            if connector is not None and not self.idle:
-                connector.wait(_WAIT_SECONDS)
-            return
-        logits = iter(self.model.forward([span for _, span in work], self.kv).numpy())
-        now = self._clock()
-        for request, span in work:
-            self._scheduler.computed(request, len(span.tokens))
-            if connector is not None:
-                done = request.tokens[: request.computed]
-                connector.save(request.request_id, done, span.blocks, request.identity)
-            if span.logits:
-                self._accept(request, next(logits), now)
+        if self._ahead:  # what was just scheduled knows nothing of the step that runs now
+            work, self._under_way = self._under_way, work
+            tokens = self._runner.run(work)
+            self._take(work, tokens)
+            self._runner.copy(self._scheduler.begin())
+        else:
+            self._runner.copy(self._scheduler.begin())
+            tokens = self._runner.run(work)
+            self._take(work, tokens)
+        if not work and not self._under_way and connector is not None and not self.idle:
+            connector.wait(_WAIT_SECONDS)
 
-    def _accept(self, request: Request, logits: NDArray[np.float32], now: float) -> None:
-        token = sample(logits, request.sampling, request.generated)
-        reason = request.accept(token, now)
-        if reason is not None:
+    def _take(self, work: Sequence[Work], tokens: Sequence[Sequence[int]]) -> None:
+        """Take note of a step's outcome: tokens, what is computed, what can be saved, who ends."""
+        now = self._clock() if work else 0.0
+        ended: list[tuple[Request, str]] = []
+        for item, sampled in zip(work, tokens, strict=True):
+            if item.current:
+                reason = self._accept(item, sampled, now)
+                self._save(item, sampled)
+                if reason is not None:
+                    ended.append((item.request, reason))
+        # Only now: a slot that is given up may still be written by the step under way.
+        for request, reason in ended:
+            last = int(request.tokens[-1])
             self._scheduler.end(request)
-        finish = None if reason is None else Finish(reason, request.stats())
-        self._deliver(Output(request.request_id, token, finish))
+            self._deliver(Output(request.request_id, last, Finish(reason, request.stats())))
+
+    def _accept(self, item: Work, sampled: Sequence[int], now: float) -> str | None:
+        """Append a span's output tokens; say why the request ends, if it does."""
+        request = item.request
+        request.pending -= bool(sampled)
+        request.drafted += len(item.drafts)
+        request.accepted += max(len(sampled) - 1, 0)
+        for token in sampled:
+            reason = request.accept(token, now)
+            if reason is not None:
+                return reason
+            self._deliver(Output(request.request_id, token))
+        return None
+
+    def _save(self, item: Work, sampled: Sequence[int]) -> None:
+        """Keep what a span computed, but for drafts that were rejected."""
+        request, connector = item.request, self._scheduler.connector
+        tokens = min(_verified(item, sampled), request.count - item.span.start)
+        self._runner.copy(self._scheduler.computed(item, tokens))
+        if connector is not None and request.table is not None:
+            done = request.tokens[: request.computed]
+            places = for_connector(request.table.places)
+            connector.save(request.request_id, done, places, request.identity)
+        self._scheduler.trim(request)
 
     def _deliver(self, output: Output) -> None:
         self._streams.get(output.request_id, self._undelivered).append(output)
@@ -251,10 +318,15 @@ class Engine:
         asked = f"prompt {len(prompt)} + max_tokens {sampling.max_tokens}"
         if total > context:
             raise ConfigError(f"{asked} exceed the model's context of {context} tokens")
-        room = self._pool.num_blocks * self.block_tokens
+        room = self._runner.num_blocks * self.block_tokens
         if total > room:
             raise ConfigError(f"{asked} exceed the pool of {room} tokens; raise num_blocks")
         return prompt.astype(np.int32)
+
+
+def _verified(item: Work, sampled: Sequence[int]) -> int:
+    """Count the tokens of a span that stand: all but the drafts behind the first wrong one."""
+    return len(item.span.tokens) - len(item.drafts) + max(len(sampled) - 1, 0)
 
 
 def _completion(outputs: Sequence[Output]) -> Completion:

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvtier.engine.attention import QUERY_TILE, PagedAttention, Span
 from kvtier.engine.weights import LayerWeights, Weights
+from kvtier.identity.geometry import Component
 
 __all__ = ["LOGIT_TILE", "ROW_TILE", "Model"]
 
@@ -48,12 +49,18 @@ class Model:
         self.cos = angles.cos()[:, None].to(self.dtype)
         self.sin = angles.sin()[:, None].to(self.dtype)
 
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """What KV the model keeps: full attention in every layer."""
+        config = self.config
+        return (Component(config.layers, config.kv_heads, config.head_size),)
+
     @torch.inference_mode()
-    def forward(self, spans: Sequence[Span], kv: torch.Tensor) -> torch.Tensor:
+    def forward(self, spans: Sequence[Span], kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute the spans' tokens, write their KV to the pool, and return logits.
 
         spans: at least one, each of at least one token; of distinct requests.
-        kv: the pool, [layers, 2, blocks, block tokens, KV heads, head size], updated in place.
+        kv: one pool, [layers, 2, blocks, block tokens, KV heads, head size], updated in place.
         Returns float32 [sum of span.logits, vocab], in the order of the spans. Blocks.
         """
         config, layers = self.config, self.weights.layers
@@ -62,7 +69,7 @@ class Model:
         hidden, cos, sin = self._embed(spans, rows)
         qkv = hidden.new_zeros(rows + QUERY_TILE, config.query_size + 2 * config.kv_size)
         mixed = hidden.new_zeros(rows + QUERY_TILE, config.query_size)
-        attention = PagedAttention(config, spans, kv, self.dtype)
+        attention = PagedAttention(config, spans, kv[0], self.dtype)
         queries, fresh = qkv[:, : config.query_size], qkv[:count, config.query_size :]
         before = list(
             zip(

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.engine.blocks import chain_keys, root_key
+from kvtier.engine.tables import Table
 from kvtier.errors import ConfigError
 
 __all__ = ["Completion", "Finish", "Output", "Phase", "Request", "Sampling", "Stats"]
@@ -46,6 +47,7 @@ class Stats:
     hit_tokens: prompt tokens that were not computed, by the tier that had them; "hbm" is the
         engine's own prefix cache. recomputed_tokens: prompt tokens that were. After a preemption
         before the first token, both tell of the last admission: of what the first token cost.
+    drafted_tokens, accepted_tokens: output tokens that were guessed, and guessed right.
     """
 
     prompt_tokens: int
@@ -55,6 +57,8 @@ class Stats:
     submitted: float
     first_token: float | None
     last_token: float | None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +100,11 @@ class Phase(enum.Enum):
 class Request:
     """The engine's state of one request.
 
-    computed: tokens whose KV lies in `blocks`, from the first. loading: tokens asked of the
-    connector, beyond them. keys: of the whole blocks of all tokens so far; the first `published`
-    of them are in the prefix cache. matched: the connector knows of the request.
+    computed: tokens whose KV lies in `table`, from the first, all accepted; scheduled: those and
+    what steps under way compute. pending: output tokens that those steps will give. loading:
+    tokens asked of the connector, beyond the computed ones. keys: of the whole blocks of all
+    tokens so far; the first `published` of them are in the prefix cache. matched: the connector
+    knows of the request. epoch: goes up when the request gives up its blocks.
     """
 
     request_id: str
@@ -111,10 +117,15 @@ class Request:
     matched: bool = False
     count: int = 0
     computed: int = 0
+    scheduled: int = 0
+    pending: int = 0
     loading: int = 0
     published: int = 0
     preemptions: int = 0
-    blocks: list[int] = field(default_factory=list)
+    epoch: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    table: Table | None = None
     keys: list[bytes] = field(default_factory=list)
     hits: dict[str, int] = field(default_factory=dict)
     first_token: float | None = None
@@ -136,6 +147,16 @@ class Request:
         """Output tokens so far."""
         return self.count - self.prompt_tokens
 
+    @property
+    def complete(self) -> bool:
+        """Whether steps under way will give the last output token that was asked for."""
+        return self.generated + self.pending >= self.sampling.max_tokens
+
+    def restart(self) -> None:
+        """Begin anew: nothing is computed, and what steps under way will say does not count."""
+        self.epoch += 1
+        self.computed = self.scheduled = self.published = self.pending = self.loading = 0
+
     def append(self, tokens: NDArray[np.int32]) -> None:
         """Add tokens at the end, and the keys of the blocks that they fill."""
         self._tokens[self.count : self.count + len(tokens)] = tokens
@@ -154,10 +175,6 @@ class Request:
             return "stop"
         return "length" if self.generated == self.sampling.max_tokens else None
 
-    def blocks_for(self, tokens: int) -> int:
-        """Blocks that the first `tokens` tokens occupy."""
-        return -(-tokens // self.block_tokens)
-
     def stats(self) -> Stats:
         """Return what the request met with so far."""
         hits = {tier: tokens for tier, tokens in self.hits.items() if tokens}
@@ -169,4 +186,6 @@ class Request:
             submitted=self.submitted,
             first_token=self.first_token,
             last_token=self.last_token,
+            drafted_tokens=self.drafted,
+            accepted_tokens=self.accepted,
         )

@@ -1,21 +1,55 @@
-"""Who runs in a step: admission, cache hits, loads, growth and preemption.
+"""Who runs in a step: admission, cache hits, loads, growth, drafts and preemption.
 
 Requests run in the order of their arrival. A step's token budget goes to running requests first,
 then to new ones. All blocks of a prompt are taken when it is admitted; an output takes more as
 it grows. When none is left, the youngest running request gives up its blocks and is computed
 again later, most of it from the caches.
+
+A step may be scheduled before the outputs of the one before it are known. What is not known yet
+counts as pending, and what a step found out about a request that was preempted or ended meanwhile
+is dropped: its blocks belong to others by then.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 from kvtier.connectors.base import Connector, Loaded, Update
 from kvtier.engine.attention import Span
-from kvtier.engine.blocks import BlockPool
+from kvtier.engine.drafting import Drafting
 from kvtier.engine.request import Phase, Request
+from kvtier.engine.tables import Pools, Table, for_connector
 
-__all__ = ["Scheduler"]
+__all__ = ["PENDING_TOKEN", "Scheduler", "StateCopy", "Work"]
+
+PENDING_TOKEN: Final = -1
+"""Stands in a span for the output of the step before, which the runner knows."""
+
+StateCopy = tuple[int, int, int]
+"""A state to be copied: component, from slot, to slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request's part of a step.
+
+    drafts: the last tokens of the span, which nobody has verified. index: of the output token
+    that the first of its logits gives. epoch: of the request, when this was scheduled.
+    """
+
+    request: Request
+    span: Span
+    drafts: tuple[int, ...]
+    index: int
+    epoch: int
+
+    @property
+    def current(self) -> bool:
+        """Whether the request still has the blocks that this was scheduled for."""
+        return self.request.epoch == self.epoch
 
 
 class Scheduler:
@@ -25,15 +59,19 @@ class Scheduler:
     hold blocks at once, those that wait for a load included.
     """
 
-    def __init__(self, pool: BlockPool, *, step_tokens: int, max_running: int) -> None:
+    def __init__(
+        self, pools: Pools, *, step_tokens: int, max_running: int, drafting: Drafting | None = None
+    ) -> None:
         self.connector: Connector | None = None
-        self._pool = pool
+        self._pools = pools
         self._step_tokens = step_tokens
         self._max_running = max_running
+        self._drafting = drafting
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
-        self._held: dict[str, list[int]] = {}
+        self._admitted: list[Request] = []
+        self._held: dict[str, Table] = {}
 
     @property
     def unfinished(self) -> int:
@@ -61,19 +99,21 @@ class Scheduler:
     def settle(self, update: Update) -> None:
         """Take note of what the connector reports."""
         for request_id in update.released:
-            self._pool.release(self._held.pop(request_id, []))
+            table = self._held.pop(request_id, None)
+            if table is not None:
+                self._pools.release(table)
         for loaded in update.loaded:
             request = self._requests.get(loaded.request_id)
             # An aborted or preempted request no longer waits for its load.
             if request is not None and request.phase is Phase.LOADING:
                 self._loaded(request, loaded)
 
-    def schedule(self) -> list[tuple[Request, Span]]:
+    def schedule(self) -> list[Work]:
         """Choose the step's work, at most `step_tokens` tokens; may be empty."""
-        work: list[tuple[Request, Span]] = []
+        work: list[Work] = []
         budget = self._step_tokens
         for request in list(self._active):
-            if request.phase is not Phase.RUNNING or not budget:
+            if request.phase is not Phase.RUNNING or not budget or request.complete:
                 continue
             if self._grow(request):
                 budget -= self._plan(request, budget, work)
@@ -86,10 +126,41 @@ class Scheduler:
                 budget -= self._plan(request, budget, work)
         return work
 
-    def computed(self, request: Request, tokens: int) -> None:
-        """Take note that the step computed that many more tokens of a request."""
-        request.computed += tokens
+    def begin(self) -> Iterator[StateCopy]:
+        """Start the loads of the requests just admitted; yield the states they begin with.
+
+        To be called when no step is under way: what it still writes may be these blocks.
+        """
+        admitted, self._admitted = self._admitted, []
+        for request in admitted:
+            table = request.table
+            if table is None:
+                continue
+            yield from self._pools.restores(table)
+            if request.phase is Phase.LOADING and self.connector is not None:
+                end = request.computed + request.loading
+                places = self._pools.load_places(table, request.computed, end)
+                self.connector.load(request.request_id, for_connector(places))
+
+    def computed(self, work: Work, tokens: int) -> list[StateCopy]:
+        """Take note of the tokens of a span that are computed and verified.
+
+        Returns the states that must be copied now, before a later step moves them on.
+        """
+        request, table = work.request, work.request.table
+        request.computed = work.span.start + tokens
+        request.scheduled = max(request.scheduled, request.computed)
         self._publish(request)
+        if table is None or not request.computed or request.computed % self._pools.chunk_tokens:
+            return []
+        key = request.keys[request.computed // request.block_tokens - 1]
+        return self._pools.snapshot(table, request.computed, key)
+
+    def trim(self, request: Request) -> None:
+        """Free what no window of the request reaches any more, unless a copy may still read it."""
+        saving = self.connector is not None and self.connector.saving(request.request_id)
+        if request.table is not None and not saving:
+            self._pools.trim(request.table, request.computed)
 
     def end(self, request: Request) -> None:
         """Forget a request. Its blocks are free now or, with copies in flight, later."""
@@ -98,29 +169,51 @@ class Scheduler:
         self._give_up(request)
         request.phase = Phase.ENDED
 
-    def _plan(self, request: Request, budget: int, work: list[tuple[Request, Span]]) -> int:
+    def _plan(self, request: Request, budget: int, work: list[Work]) -> int:
         """Add a running request's next tokens to the step; return how many."""
-        end = min(request.count, request.computed + budget)
-        tokens = request.tokens[request.computed : end]
-        logits = 1 if end == request.count else 0
-        span = Span(tokens.tolist(), request.computed, tuple(request.blocks), logits)
-        work.append((request, span))
-        return len(tokens)
+        if request.table is None:
+            return 0
+        start, total = request.scheduled, request.count + request.pending
+        end = self._cut(request, start, min(total, start + budget))
+        drafts: Sequence[int] = ()
+        if end == total and self._drafting is not None:
+            drafts = self._draft(request, budget - (end - start))
+        tokens = request.tokens[start:end].tolist()
+        tokens += [PENDING_TOKEN] * (end - start - len(tokens))
+        span = Span(
+            (*tokens, *drafts),
+            start,
+            request.table.spans(),
+            logits=1 + len(drafts) if end == total else 0,
+        )
+        index = request.generated + request.pending
+        work.append(Work(request, span, tuple(drafts), index, request.epoch))
+        request.scheduled = end
+        request.pending += end == total
+        return len(span.tokens)
+
+    def _cut(self, request: Request, start: int, end: int) -> int:
+        """End a step of a recurrent model where the state of the last whole chunk is to be kept."""
+        chunk = self._pools.chunk_tokens
+        last = (request.count - 1) // chunk * chunk
+        return last if self._pools.recurrent and start < last < end else end
+
+    def _draft(self, request: Request, budget: int) -> Sequence[int]:
+        """Guess what comes next, as far as budget, output and blocks allow."""
+        most = min(budget, request.sampling.max_tokens - request.generated - 1)
+        if self._drafting is None or request.table is None or most < 1:
+            return ()
+        drafts = self._drafting.propose(request.tokens, most)
+        return drafts if self._pools.grow(request.table, request.count + len(drafts)) else ()
 
     def _grow(self, request: Request) -> bool:
         """Make room for all tokens so far; False if the request itself had to give way."""
-        missing = request.blocks_for(request.count) - len(request.blocks)
-        while missing > 0:
-            fresh = self._pool.allocate(missing)
-            if fresh is not None:
-                request.blocks += fresh
+        while request.table is not None:
+            if self._pools.grow(request.table, request.count + request.pending):
                 return True
             # At worst the request itself: what the step has planned stands before it, and stays.
-            victim = next(r for r in reversed(self._active) if r.phase is Phase.RUNNING)
-            self._preempt(victim)
-            if victim is request:
-                return False
-        return True
+            self._preempt(next(r for r in reversed(self._active) if r.phase is Phase.RUNNING))
+        return False
 
     def _admit(self, request: Request) -> bool:
         """Try to give a waiting request its blocks. False: nobody behind it may overtake.
@@ -131,26 +224,23 @@ class Scheduler:
         if request.request_id in self._held:
             return True
         usable = (request.count - 1) // request.block_tokens
-        shared = self._pool.match(request.keys[:usable])
-        needed = request.blocks_for(request.count) - len(shared)
-        if needed > self._pool.free - self._pool.idle(shared):
+        hit = self._pools.find(request.keys[:usable])
+        if not self._pools.room_for(hit, request.count):
             return False
-        computed = len(shared) * request.block_tokens
+        computed = hit.blocks * request.block_tokens
         offered = self._match(request, computed)
         if offered is None:
             return True
-        self._pool.share(shared)
-        fresh = self._pool.allocate(needed) or []
-        request.blocks = shared + fresh
-        request.computed, request.published = computed, len(shared)
+        request.table = self._pools.take(hit, request.count)
+        request.computed = request.scheduled = computed
+        request.published = hit.blocks
         if not request.generated:
             request.hits = {"hbm": computed}
-        request.phase = Phase.RUNNING
+        request.phase = Phase.LOADING if offered else Phase.RUNNING
+        request.loading = offered
         self._waiting.remove(request)
         self._active.append(request)
-        if offered and self.connector is not None:
-            request.phase, request.loading = Phase.LOADING, offered
-            self.connector.load(request.request_id, fresh[: offered // request.block_tokens])
+        self._admitted.append(request)
         return True
 
     def _match(self, request: Request, computed: int) -> int | None:
@@ -166,37 +256,52 @@ class Scheduler:
         return min(match.tokens // request.block_tokens, most) * request.block_tokens
 
     def _loaded(self, request: Request, loaded: Loaded) -> None:
-        """Let a request run whose load has settled, wholly or in part."""
+        """Let a request run whose load has settled, wholly or in part.
+
+        Windows and states are only right at the end of a load: part of one is nothing.
+        """
         valid = min(max(loaded.tokens, 0), request.loading)
+        if not self._pools.whole and valid < request.loading:
+            valid = 0
         request.computed += valid
+        request.scheduled = request.computed
         request.loading = 0
         request.phase = Phase.RUNNING
         if not request.generated:
             request.hits |= _clipped(loaded, valid)
+        if request.table is not None and valid:
+            self._pools.skip(request.table, request.computed)
+            self._pools.trim(request.table, request.computed)
+        elif self._pools.recurrent:
+            self._admitted.append(request)  # its state may be half written: begin as before
         self._publish(request)
 
     def _publish(self, request: Request) -> None:
         full = request.computed // request.block_tokens
-        for index in range(request.published, full):
-            self._pool.publish(request.blocks[index], request.keys[index])
-        request.published = max(request.published, full)
+        if request.table is not None and full > request.published:
+            keys = request.keys[request.published : full]
+            self._pools.publish(request.table, request.published, keys)
+            request.published = full
 
     def _preempt(self, request: Request) -> None:
         self._active.remove(request)
         self._give_up(request)
         request.phase = Phase.WAITING
         request.preemptions += 1
-        request.computed = request.published = 0
         self._waiting.appendleft(request)
 
     def _give_up(self, request: Request) -> None:
         """Let go of a request's blocks, of which there are none yet if it waits."""
         matched, request.matched = request.matched, False
-        blocks, request.blocks = request.blocks, []
-        if matched and self.connector is not None and self.connector.finish(request.request_id):
-            self._held[request.request_id] = blocks
+        table, request.table = request.table, None
+        request.restart()
+        held = matched and self.connector is not None and self.connector.finish(request.request_id)
+        if table is None:
+            return
+        if held:
+            self._held[request.request_id] = table
         else:
-            self._pool.release(blocks)
+            self._pools.release(table)
 
 
 def _clipped(loaded: Loaded, valid: int) -> dict[str, int]:

@@ -93,4 +93,5 @@ def test_nothing_but_the_prompt_decides_the_output(
     while engine.unfinished:
         take(engine.step())
     assert tokens == expected
-    assert engine._pool.free == engine._pool.num_blocks
+    (pool,) = engine._pools.pools
+    assert pool.free == pool.num_blocks

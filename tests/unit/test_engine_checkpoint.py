@@ -56,7 +56,7 @@ def test_english_is_no_surprise_to_it(real):
     model, tokens = Model(real.weights), real.tokenizer.encode(TEXT)
     config = model.config
     kv = torch.zeros(config.layers, 2, 4, 16, config.kv_heads, config.head_size)
-    logits = model.forward([Span(tokens, 0, range(4), logits=len(tokens))], kv)
+    logits = model.forward([Span(tokens, 0, [range(4)], logits=len(tokens))], [kv])
     loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(tokens[1:]))
     assert math.exp(loss) < 20
     plain = plain_prefill(model, tokens, logits=len(tokens))

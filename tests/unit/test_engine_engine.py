@@ -152,7 +152,7 @@ def test_closing_a_stream_aborts_its_request(model):
     assert engine.unfinished == 1
     stream.close()
     assert engine.unfinished == 0
-    assert engine._pool.free == 8
+    assert engine._pools.pools[0].free == 8
 
 
 def test_abort_frees_the_blocks_and_says_so(model):
@@ -167,7 +167,7 @@ def test_abort_frees_the_blocks_and_says_so(model):
         (waiting, None),
     ]
     assert {output.finish.reason for output in outputs} == {"abort"}
-    assert engine._pool.free == 8
+    assert engine._pools.pools[0].free == 8
     assert engine.step() == []
 
 

@@ -42,7 +42,7 @@ SEES_ONLY = {
         *("identity", "device"),
         *GROUND,
     ],
-    "engine": ["engine", "connectors.base", *GROUND],
+    "engine": ["engine", "connectors.base", "identity.geometry", *GROUND],
 }
 FORBIDDEN_NOUNS = {"manager", "helper", "util"}
 CODE_IN_DATA_MODULES = {"cloudpickle", "dill", "joblib", "marshal", "pickle", "shelve"}

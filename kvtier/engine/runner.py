@@ -1,0 +1,109 @@
+"""The runner: the pools' bytes, the forward pass over them, and the choice of tokens.
+
+It knows what it sampled last, so that a step can be scheduled before the scheduler does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from kvtier.engine.attention import Span
+from kvtier.engine.sampler import sample
+from kvtier.engine.scheduler import PENDING_TOKEN, StateCopy, Work
+from kvtier.engine.weights import ModelConfig
+from kvtier.errors import ConfigError
+from kvtier.identity.geometry import Component, Needs
+
+__all__ = ["AnyModel", "Runner"]
+
+
+class AnyModel(Protocol):
+    """What an engine needs of a model: its sizes, what KV it keeps, and its forward pass."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes: vocabulary and context."""
+        ...
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """What KV it keeps, one for each kind of layer."""
+        ...
+
+    def forward(self, spans: Sequence[Span], kv: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Compute spans of distinct requests; see ``Model.forward``."""
+        ...
+
+
+class Runner:
+    """Runs steps over one pool for each component of the model. Blocks; holds no policy."""
+
+    def __init__(
+        self,
+        model: AnyModel,
+        num_blocks: int,
+        num_states: int,
+        block_tokens: int,
+        kv_dtype: torch.dtype,
+    ) -> None:
+        if kv_dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            raise ConfigError(f"kv_dtype {kv_dtype} is not one of bfloat16, float16, float32")
+        self.num_blocks = num_blocks
+        self.kv = tuple(
+            torch.zeros(
+                (
+                    one.layers,
+                    one.planes,
+                    *((num_states,) if one.needs is Needs.LAST else (num_blocks, block_tokens)),
+                    one.heads,
+                    one.head_size,
+                ),
+                dtype=kv_dtype,
+            )
+            for one in model.components
+        )
+        self._model = model
+        self._last: dict[str, int] = {}
+
+    def run(self, work: Sequence[Work]) -> list[list[int]]:
+        """Compute a step; return for each span the output tokens that it gives, none or more.
+
+        A span without drafts gives one, or none if it ends before the prompt does. With drafts
+        it gives those that are right, and one more.
+        """
+        if not work:
+            return []
+        spans = [self._known(item) for item in work]
+        rows = iter(self._model.forward(spans, self.kv).numpy())
+        tokens = []
+        for item in work:
+            sampled: list[int] = []
+            logits = [next(rows) for _ in range(item.span.logits)]
+            for offset, row in enumerate(logits):
+                sampled.append(sample(row, item.request.sampling, item.index + offset))
+                if sampled[offset:] != list(item.drafts[offset : offset + 1]):
+                    break
+            tokens.append(sampled)
+        self._last = {
+            item.request.request_id: sampled[-1]
+            for item, sampled in zip(work, tokens, strict=True)
+            if sampled
+        }
+        return tokens
+
+    def copy(self, copies: Iterable[StateCopy]) -> None:
+        """Copy states from slot to slot."""
+        for component, source, target in copies:
+            self.kv[component][:, :, target] = self.kv[component][:, :, source]
+
+    def _known(self, item: Work) -> Span:
+        """Put the last step's output where the scheduler did not know it."""
+        if PENDING_TOKEN not in item.span.tokens:
+            return item.span
+        last = self._last[item.request.request_id]
+        tokens = [last if token == PENDING_TOKEN else token for token in item.span.tokens]
+        return replace(item.span, tokens=tokens)

@@ -1,0 +1,136 @@
+"""A real engine over a real Cache, small enough for tests, with gates that hold copies back."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Final
+
+import kvtier
+from kvtier.connectors.reference import ReferenceConnector
+from kvtier.device.base import Role
+from kvtier.device.cpu import CpuDevice
+from kvtier.engine import Completion, Engine, Model, ModelConfig, Sampling, random_weights
+from kvtier.identity.record import RecordId
+from kvtier.storage_backends.memory import MemoryStore
+from kvtier.tiers.store import Read, Status, Write
+
+__all__ = ["BLOCK", "CHUNK", "GatedStore", "Serving", "small_model"]
+
+BLOCK: Final = 16
+CHUNK: Final = 64
+_GIVE_UP_SECONDS: Final = 20.0
+
+
+def small_model(seed: int = 1) -> Model:
+    """Return a random Llama of two layers, whose answers depend on every bit of KV."""
+    config = ModelConfig(
+        vocab_size=97,
+        layers=2,
+        hidden_size=48,
+        heads=6,
+        kv_heads=2,
+        head_size=16,
+        intermediate_size=80,
+        context_tokens=1024,
+    )
+    return Model(random_weights(config, seed=seed))
+
+
+class GatedStore(MemoryStore):
+    """A Store in memory that counts what is written, and whose reads wait while it is shut."""
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self) -> None:
+        super().__init__("gated")
+        self.open_gate = threading.Event()
+        self.open_gate.set()
+        self.reading = threading.Event()
+        self.writes: Counter[RecordId] = Counter()
+
+    def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:
+        """See Store. Blocks while the gate is shut, twenty seconds at most."""
+        self.reading.set()
+        self.open_gate.wait(_GIVE_UP_SECONDS)
+        return super().read_many(ids, into)
+
+    def write_many(self, records: Sequence[Write]) -> list[Status]:
+        """See Store."""
+        self.writes.update(record.header.id for record in records)
+        return super().write_many(records)
+
+
+class Serving:
+    """An engine, its cache of dram and one memory tier, and the connector between them.
+
+    chunks: room in dram. engine: options of the Engine; its own prefix cache is off unless asked
+    for, so that what was served before comes from the Cache.
+    """
+
+    def __init__(self, model: Model, *, chunks: int = 64, **engine: Any) -> None:
+        geometry = kvtier.Geometry(
+            model.components,
+            dtype=str(engine.get("kv_dtype", "torch.bfloat16")).removeprefix("torch."),
+            block_tokens=(BLOCK,),
+            chunk_tokens=CHUNK,
+        )
+        self.store = GatedStore()
+        tier = kvtier.TierConfig("memory", "", None, store=self.store)
+        config = kvtier.Config(chunks * CHUNK * max(geometry.bytes_per_token, 4096), (tier,))
+        self.cache = kvtier.open(config, namespace=kvtier.Namespace("small", geometry))
+        self.device = CpuDevice()
+        options = {"num_blocks": 64, "block_tokens": BLOCK, "prefix_cache": False} | engine
+        self.engine = Engine(model, **options)
+        self.connector = ReferenceConnector(self.cache, self.engine.kv, self.device)
+        self.engine.connect(self.connector)
+
+    def answer(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        identity: kvtier.Request | None = None,
+    ) -> Completion:
+        """Serve one prompt to its end, then wait until all that it saved can be found."""
+        outputs = list(self.engine.stream(prompt, sampling, identity))
+        self.settle()
+        finish = outputs[-1].finish
+        if finish is None:
+            raise TimeoutError
+        tokens = tuple(output.token for output in outputs if output.token is not None)
+        return Completion(outputs[-1].request_id, tokens, finish)
+
+    def settle(self) -> None:
+        """Run until every request has ended, and every copy and save after it."""
+        while not self.engine.idle:
+            self.engine.step()
+        if not self.cache.flush(timeout=_GIVE_UP_SECONDS):
+            raise TimeoutError
+
+    @contextlib.contextmanager
+    def held(self, role: Role) -> Iterator[None]:
+        """Let no copy of one direction, "load" or "store", begin before the block ends."""
+        gate = threading.Event()
+        self.device.stream(role).enqueue(lambda: _wait(gate))
+        try:
+            yield
+        finally:
+            gate.set()
+
+    @property
+    def saved_chunks(self) -> int:
+        """Chunks that were committed so far."""
+        return int(self.cache.metrics.get("saved_chunks"))
+
+    def close(self) -> None:
+        """Close everything. Blocks."""
+        self.store.open_gate.set()
+        self.engine.close()
+        self.cache.close()
+        self.device.close()
+
+
+def _wait(gate: threading.Event) -> None:
+    gate.wait(_GIVE_UP_SECONDS)
