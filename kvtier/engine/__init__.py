@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvtier.engine.attention import Span
 from kvtier.engine.checkpoint import Checkpoint, checkpoint_sha256, find_checkpoint, load_checkpoint
+from kvtier.engine.drafting import Drafter, prompt_lookup
 from kvtier.engine.engine import Engine
 from kvtier.engine.model import Model
 from kvtier.engine.plain import plain_prefill
@@ -17,6 +18,7 @@ from kvtier.engine.weights import LayerWeights, ModelConfig, Weights, random_wei
 __all__ = [
     "Checkpoint",
     "Completion",
+    "Drafter",
     "Engine",
     "Finish",
     "LayerWeights",
@@ -32,5 +34,6 @@ __all__ = [
     "find_checkpoint",
     "load_checkpoint",
     "plain_prefill",
+    "prompt_lookup",
     "random_weights",
 ]

@@ -32,7 +32,7 @@ class Drafting(NamedTuple):
 
 def prompt_lookup(tokens: NDArray[np.int32], most: int) -> list[int]:
     """Guess that what followed the last two tokens when they came before follows them again."""
-    before, last = tokens[:-2], tokens[-2:]
+    before, last = tokens[:-1], tokens[-2:]
     seen = np.flatnonzero((before[:-1] == last[:1]) & (before[1:] == last[1:]))
     after = int(seen[-1]) + len(last) if len(seen) else len(tokens)
     found: list[int] = tokens[after : after + most].tolist()

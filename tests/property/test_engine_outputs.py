@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.engine import Engine, Model, ModelConfig, Sampling, random_weights
+from kvtier.engine import Engine, Model, ModelConfig, Sampling, prompt_lookup, random_weights
 
 HEADS = [(4, 2, 16), (3, 1, 32), (2, 2, 64), (5, 1, 24)]
 
@@ -67,9 +67,10 @@ REQUESTS = st.lists(
     st.integers(1, 5),
     st.booleans(),
     st.integers(0, 8),
+    st.sampled_from([{}, {"ahead": True}, {"drafter": prompt_lookup, "draft_tokens": 2}]),
 )
 def test_nothing_but_the_prompt_decides_the_output(
-    shape, requests, block_tokens, step_tokens, max_running, prefix_cache, spare
+    shape, requests, block_tokens, step_tokens, max_running, prefix_cache, spare, kind
 ):
     engine = Engine(
         model(*shape),
@@ -78,6 +79,7 @@ def test_nothing_but_the_prompt_decides_the_output(
         step_tokens=step_tokens,
         max_running=max_running,
         prefix_cache=prefix_cache,
+        **kind,
     )
     tokens: dict[str, list[int]] = {}
     expected = {}
@@ -90,7 +92,7 @@ def test_nothing_but_the_prompt_decides_the_output(
         expected[engine.submit(prompt, sampling)] = list(alone(shape, prompt, sampling))
         for _ in range(pause):
             take(engine.step())
-    while engine.unfinished:
+    while not engine.idle:
         take(engine.step())
     assert tokens == expected
     (pool,) = engine._pools.pools
