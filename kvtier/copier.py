@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any, Final
 
 from kvtier.copyplan import CopyPlan, PlanPart
 from kvtier.device.base import Copy, Device, Fence
-from kvtier.errors import ConfigError, ProtocolError
+from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.geometry import DTYPE_BYTES, Geometry
 from kvtier.memory.arena import Arena
 from kvtier.transfer import CopyTransfer
@@ -44,6 +45,7 @@ class Pages:
         self._geometry = geometry
         self._arena = arena
         self._arena_id = arena_id
+        self._pid = os.getpid()
         self._device = device
         self._shard = shard
         self._shards = shards
@@ -60,8 +62,11 @@ class Pages:
 
         after: for a save, the fence of the compute that wrote the blocks; for a load, the fence
         of the last work that read them.
-        Raises ProtocolError when the plan does not fit this rank's blocks or arena.
+        Raises ProtocolError when the plan does not fit this rank's blocks or arena, and
+        MisuseError in a forked child, where the arena's memory is not mapped.
         """
+        if os.getpid() != self._pid:
+            raise MisuseError("bound KV does not cross fork; open a cache in the child")
         if plan.arena != self._arena_id:
             raise ProtocolError("the plan belongs to another arena")
         copies = [copy for part in plan.parts if (copy := self._copy(part))]
