@@ -1,0 +1,272 @@
+"""H05, H15: copies are ordered after what wrote and what still reads, also under preemption.
+
+A device that does its work as late, and in as odd an order, as its streams and fences allow.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvtier.connectors.reference import ReferenceConnector
+from kvtier.device import cpu
+from kvtier.device.cpu import CpuDevice
+from kvtier.testing.toy import BLOCK, CHUNK, pattern, prompt
+
+BLOCKS = 40
+POISON = 0xABAB
+SEEDS = range(25)
+MODES = ["random", "lazy", "starve load", "starve store", "starve compute"]
+
+# ---------------------------------------------------------------------------------- the device
+
+
+class ChaosFence:
+    def __init__(self, device) -> None:
+        self.device = device
+        self.settled = False
+
+    def done(self) -> bool:
+        self.device.idle()
+        return self.settled
+
+    def wait(self, timeout: float) -> bool:
+        while not self.settled and self.device.run(1):
+            pass
+        return self.settled
+
+
+class ChaosStream:
+    """Work in order. Nothing runs by itself: the device chooses whose turn it is."""
+
+    def __init__(self, device) -> None:
+        self.device = device
+        self.work = deque()
+
+    def enqueue(self, call) -> None:
+        self.work.append((None, call))
+
+    def record(self) -> ChaosFence:
+        fence = ChaosFence(self.device)
+        self.enqueue(lambda: setattr(fence, "settled", True))
+        return fence
+
+    def wait(self, fence) -> None:
+        self.work.append((fence, lambda: None))
+
+    @property
+    def ready(self) -> bool:
+        return bool(self.work) and (self.work[0][0] is None or self.work[0][0].settled)
+
+
+class ChaosDevice:
+    """See Device. compute: the engine's own stream, which ``host_fence`` is a fence of."""
+
+    name = "chaos"
+
+    def __init__(self, seed: int, mode: str = "random") -> None:
+        self.rng = random.Random(seed)
+        self.mode = mode
+        self.compute = ChaosStream(self)
+        self.streams = {"load": ChaosStream(self), "store": ChaosStream(self)}
+        self.pages = CpuDevice().pages
+
+    def run(self, steps: int) -> bool:
+        """Do some work that may be done now; say whether there was any."""
+        streams = {"compute": self.compute, **self.streams}
+        for _ in range(steps):
+            ready = [name for name, stream in streams.items() if stream.ready]
+            starved = self.mode.removeprefix("starve ")
+            ready = [name for name in ready if name != starved] or ready
+            if not ready:
+                return False
+            streams[self.rng.choice(ready)].work.popleft()[1]()
+        return True
+
+    def idle(self) -> None:
+        """Let some time pass, unless everything waits until it is waited for."""
+        if self.mode != "lazy":
+            self.run(self.rng.choice((0, 0, 1, 3, 30)))
+
+    def stream(self, role):
+        return self.streams[role]
+
+    def host_fence(self):
+        return self.compute.record()
+
+    def gather(self, stream, copies, after):
+        self._order(stream, after)
+        for copy in copies:
+            stream.enqueue(partial(cpu._copy, copy, slice(None), into_slot=True))
+        return stream.record()
+
+    def scatter(self, stream, copies, after, groups=1):
+        fences = []
+        for index in range(groups):
+            self._order(stream, after)
+            for copy in copies:
+                planes = copy.pages.shape[0]
+                part = slice(planes * index // groups, planes * (index + 1) // groups)
+                stream.enqueue(partial(cpu._copy, copy, part, into_slot=False))
+            fences.append(stream.record())
+        return fences
+
+    def _order(self, stream, after) -> None:
+        for fence in after:
+            stream.wait(fence)
+
+    def close(self) -> None:
+        while self.run(1):
+            pass
+
+
+# ---------------------------------------------------------------------------------- the engine
+
+
+class Request:
+    def __init__(self, name, tokens, blocks) -> None:
+        self.name, self.tokens, self.blocks = name, tokens, blocks
+        self.start = None  # computed tokens, once they are known
+        self.saved = False
+
+
+class Engine:
+    """Requests on few blocks, ended at any moment. wrong: blocks whose KV was not theirs."""
+
+    def __init__(self, cache, device) -> None:
+        self.rng, self.device, self.cache = device.rng, device, cache
+        self.kv = np.zeros((2, 2, BLOCKS, BLOCK, 2, 8), np.uint16)
+        self.connector = ReferenceConnector(cache, self.kv, device)
+        self.free = list(range(BLOCKS))
+        self.running: list[Request] = []
+        self.kept: dict[str, list[int]] = {}
+        self.careless = False
+        self.wrong = self.looked = self.loads = self.count = 0
+
+    def step(self) -> None:
+        self.device.idle()
+        acts = (self.admit, self.compute, self.compute, self.poll, self.wait, self.end)
+        self.rng.choice(acts)()
+
+    def admit(self) -> None:
+        tokens = prompt(self.rng.randrange(17, 4 * CHUNK + 2), self.rng.randrange(3))
+        need = -(-len(tokens) // BLOCK)
+        if need > len(self.free):
+            return
+        self.count += 1
+        self.rng.shuffle(self.free)
+        request = Request(f"r{self.count}", tokens, [self.free.pop() for _ in range(need)])
+        offer = self.connector.match(request.name, tokens, 0)
+        assert not offer.pending
+        # Whoever had the blocks before may still write them: a load has to come after that.
+        self.device.compute.enqueue(partial(self._fill, request.blocks))
+        if offer.tokens:
+            self.connector.load(request.name, request.blocks[: offer.tokens // BLOCK])
+            self.loads += 1
+        else:
+            request.start = 0
+        self.running.append(request)
+
+    def compute(self) -> None:
+        """Compute what a request lacks, attend over all of it, and save it."""
+        ready = [one for one in self.running if one.start is not None and not one.saved]
+        if not ready:
+            return
+        request = self.rng.choice(ready)
+        whole = len(request.tokens) // BLOCK
+        for index in range(request.start // BLOCK, whole):
+            self.device.compute.enqueue(partial(self._write, request, index))
+        self.device.compute.enqueue(partial(self._look, request, whole))
+        self.connector.save(request.name, request.tokens[: whole * BLOCK], request.blocks)
+        request.saved = True
+
+    def poll(self) -> None:
+        update = self.connector.poll()
+        assert self.cache.flush(timeout=20)  # so that a seed is one course
+        for loaded in update.loaded:
+            (request,) = (one for one in self.running if one.name == loaded.request_id)
+            request.start = loaded.tokens
+        for name in update.released:
+            self.free += self.kept.pop(name)
+
+    def wait(self) -> None:
+        if self.connector._copying:
+            self.connector.wait(1)
+
+    def end(self) -> None:
+        """End any request: finished, aborted or preempted, in whatever state it is."""
+        if not self.running:
+            return
+        request = self.running.pop(self.rng.randrange(len(self.running)))
+        if not self.connector.finish(request.name):
+            self.free += request.blocks
+        elif self.careless:
+            self.free += request.blocks
+            self.kept[request.name] = []
+        else:
+            self.kept[request.name] = request.blocks
+
+    def finish(self) -> None:
+        while self.running:
+            self.end()
+        self.device.close()
+        self.poll()
+        self.connector.close()
+
+    def _fill(self, blocks) -> None:
+        self.kv[:, :, blocks] = POISON
+
+    def _write(self, request, index) -> None:
+        self.kv[:, :, request.blocks[index]] = pattern(request.tokens[: (index + 1) * BLOCK])
+
+    def _look(self, request, whole) -> None:
+        for index in range(whole):
+            self.looked += 1
+            expected = pattern(request.tokens[: (index + 1) * BLOCK])
+            self.wrong += not np.array_equal(self.kv[:, :, request.blocks[index]], expected)
+
+
+def wrong_blocks(engines, seed, mode, *, careless=False, unordered=()) -> int:
+    """Run some hundred steps; return how many blocks an engine has seen that were not right.
+
+    careless: blocks are freed though ``finish`` said to keep them. unordered: streams whose
+    copies do not wait.
+    """
+    toy = engines(chunks=10)
+    device = ChaosDevice(seed, mode)
+    engine = Engine(toy.cache, device)
+    engine.careless = careless
+    order = device._order
+    device._order = lambda stream, after: order(
+        stream, () if any(stream is device.streams[role] for role in unordered) else after
+    )
+    for _ in range(300):
+        engine.step()
+    engine.finish()
+    assert engine.looked > 20
+    assert engine.loads > 2
+    assert not engine.kept
+    assert len(engine.free) == BLOCKS
+    engines.close(toy)
+    return engine.wrong
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_any_order_that_the_fences_allow_every_block_is_right(engines, mode):
+    assert [wrong_blocks(engines, seed, mode) for seed in SEEDS] == [0] * len(SEEDS)
+
+
+@pytest.mark.parametrize("role", ["load", "store"])
+def test_without_its_fence_a_copy_is_wrong(engines, role):
+    """The twin of H05: the store reads before the compute has written, the load under it."""
+    assert any(wrong_blocks(engines, s, "starve compute", unordered=(role,)) for s in SEEDS)
+
+
+@pytest.mark.parametrize("mode", ["random", "starve store"])
+def test_blocks_freed_before_their_release_are_stored_under_the_old_key(engines, mode):
+    """The twin of H15."""
+    assert any(wrong_blocks(engines, seed, mode, careless=True) for seed in SEEDS)
