@@ -9,6 +9,7 @@ from kvtier.engine.attention import Span
 from kvtier.engine.checkpoint import Checkpoint, checkpoint_sha256, find_checkpoint, load_checkpoint
 from kvtier.engine.drafting import Drafter, prompt_lookup
 from kvtier.engine.engine import Engine
+from kvtier.engine.hybrid import HybridConfig, HybridModel, Kind, random_hybrid
 from kvtier.engine.model import Model
 from kvtier.engine.plain import plain_prefill
 from kvtier.engine.request import Completion, Finish, Output, Sampling, Stats
@@ -21,6 +22,9 @@ __all__ = [
     "Drafter",
     "Engine",
     "Finish",
+    "HybridConfig",
+    "HybridModel",
+    "Kind",
     "LayerWeights",
     "Model",
     "ModelConfig",
@@ -35,5 +39,6 @@ __all__ = [
     "load_checkpoint",
     "plain_prefill",
     "prompt_lookup",
+    "random_hybrid",
     "random_weights",
 ]

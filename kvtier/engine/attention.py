@@ -7,7 +7,8 @@ into chunks, on what else is in the step, or on how far the request's context re
 * keys are padded to whole tiles of KEY_TILE. torch's flash kernel for CPUs works through the
   keys from the left in blocks of just that size, with a running maximum and sum, so that a block
   masked out entirely multiplies by exactly 1 and adds exactly 0;
-* padding keys are zeros, not what happens to lie in the pool: 0 times a NaN would be a NaN.
+* padding keys, and those that a window does not reach, are zeros, not what happens to lie in the
+  pool: 0 times a NaN would be a NaN.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ class _Run:
 
 @dataclass(frozen=True, slots=True)
 class _Read:
-    """All that one span reads from the pool."""
+    """All that one span reads from the pool: tokens [begin, end), which lie in `blocks`."""
 
     blocks: torch.Tensor
+    begin: int
     end: int
     runs: tuple[_Run, ...]
 
@@ -85,32 +87,37 @@ class PagedAttention:
         kv: torch.Tensor,
         dtype: torch.dtype,
         component: int = 0,
+        window: int = 0,
     ) -> None:
         """Plan the step.
 
-        kv: the pool, [layers, 2, blocks, block tokens, KV heads, head size], contiguous.
+        kv: the pool, [layers, planes, blocks, block tokens, KV heads, head size], contiguous;
+            of one plane, keys and values are the same.
         dtype: what queries come in; keys and values are converted to it.
         component: of the model, whose table is used.
+        window: a token sees this many, itself included; 0: all before it.
         """
         self._config = config
-        block_tokens = kv.shape[3]
+        self._planes, block_tokens = kv.shape[1], kv.shape[3]
         self._blocks = kv.flatten(3)
         self._slots = kv.flatten(2, 3).flatten(3)
         self._targets = _slots(spans, block_tokens, component)
-        self._reads = list(_reads(spans, config, block_tokens, dtype, component))
+        group = config.heads // config.kv_heads
+        self._reads = list(_reads(spans, group, block_tokens, dtype, component, window))
         # The spans take turns in these: what they read is packed as it lies, then widened.
         most = max(len(read.blocks) for read in self._reads)
         keys = max(read.keys for read in self._reads)
-        self._packed = kv.new_empty(2 * most * self._blocks.shape[3])
-        self._wide = torch.empty(2, max(keys, most * block_tokens), config.kv_size, dtype=dtype)
+        self._packed = kv.new_empty(self._planes * most * self._blocks.shape[3])
+        wide = max(keys, most * block_tokens)
+        self._wide = torch.empty(self._planes, wide, config.kv_size, dtype=dtype)
 
     def write(self, layer: int, fresh: torch.Tensor) -> None:
         """Round the step's new keys and values to the pool's dtype and put them into it.
 
-        fresh: [tokens of all spans, 2 * kv_size], keys first.
+        fresh: [tokens of all spans, planes * kv_size], keys first.
         """
-        pair = fresh.to(self._slots.dtype).view(len(fresh), 2, -1).transpose(0, 1)
-        self._slots[layer].index_copy_(1, self._targets, pair)
+        planes = fresh.to(self._slots.dtype).view(len(fresh), self._planes, -1).transpose(0, 1)
+        self._slots[layer].index_copy_(1, self._targets, planes)
 
     def read(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
         """Attend from every row of `queries` and fill `out`, both [rows, query_size].
@@ -141,14 +148,15 @@ class PagedAttention:
     def _gather(self, layer: int, read: _Read) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the span's keys and values, each [1, KV heads, keys, head size]."""
         count, block = len(read.blocks), self._blocks.shape[3]
-        packed = self._packed[: 2 * count * block].view(2, count, block)
+        packed = self._packed[: self._planes * count * block].view(self._planes, count, block)
         torch.index_select(self._blocks[layer], 1, read.blocks, out=packed)
         config, wide = self._config, self._wide
-        tokens = packed.view(2, -1, config.kv_size)
+        tokens = packed.view(self._planes, -1, config.kv_size)
         wide[:, : tokens.shape[1]].copy_(tokens)
+        wide[:, : read.begin].zero_()
         wide[:, read.end : read.keys].zero_()
-        heads = wide.view(2, 1, -1, config.kv_heads, config.head_size).transpose(2, 3)
-        return heads[0], heads[1]
+        heads = wide.view(self._planes, 1, -1, config.kv_heads, config.head_size).transpose(2, 3)
+        return heads[0], heads[-1]
 
 
 def _slots(spans: Sequence[Span], block_tokens: int, component: int) -> torch.Tensor:
@@ -163,21 +171,23 @@ def _slots(spans: Sequence[Span], block_tokens: int, component: int) -> torch.Te
 
 def _reads(
     spans: Sequence[Span],
-    config: ModelConfig,
+    group: int,
     block_tokens: int,
     dtype: torch.dtype,
     component: int,
+    window: int,
 ) -> Iterator[_Read]:
+    """Yield what each span reads. group: the query heads that share a KV head."""
     row = 0
     for span in spans:
-        blocks = torch.tensor(span.tables[component][: -(-span.end // block_tokens)])
-        yield _Read(blocks, span.end, tuple(_runs(span, row, config, dtype)))
+        table = span.tables[component][: -(-span.end // block_tokens)]
+        blocks = torch.tensor(table).clamp_(min=0)  # before the window there may be no block
+        begin = max(span.start - window + 1, 0) if window else 0
+        yield _Read(blocks, begin, span.end, tuple(_runs(span, row, group, dtype, window)))
         row += len(span.tokens)
 
 
-def _runs(span: Span, row: int, config: ModelConfig, dtype: torch.dtype) -> Iterator[_Run]:
-    group = config.heads // config.kv_heads
-
+def _runs(span: Span, row: int, group: int, dtype: torch.dtype, window: int) -> Iterator[_Run]:
     def keys_of(first: int) -> int:
         """Return the keys that the query tile at offset `first` needs, in whole key tiles."""
         last = min(span.start + first + QUERY_TILE, span.end)
@@ -188,7 +198,10 @@ def _runs(span: Span, row: int, config: ModelConfig, dtype: torch.dtype) -> Iter
         first, *rest = found
         tiles = 1 + len(rest)
         start = span.start + first
-        positions = torch.arange(start, start + tiles * QUERY_TILE)
-        hidden = torch.arange(keys) > positions.repeat_interleave(group)[:, None]
+        queries = torch.arange(start, start + tiles * QUERY_TILE)
+        positions = queries.repeat_interleave(group)[:, None]
+        hidden = torch.arange(keys) > positions
+        if window:
+            hidden |= torch.arange(keys) <= positions - window
         mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
         yield _Run(row + first, tiles, keys, mask.view(tiles, 1, -1, keys))
