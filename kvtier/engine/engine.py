@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.connectors.base import Connector
+from kvtier.engine.attention import Inputs
 from kvtier.engine.drafting import Drafter, Drafting
 from kvtier.engine.request import Completion, Finish, Output, Request, Sampling
 from kvtier.engine.runner import AnyModel, Runner
@@ -138,11 +139,16 @@ class Engine:
         self._scheduler.connector = connector
 
     def submit(
-        self, tokens: Sequence[int], sampling: Sampling, identity: object | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        identity: object | None = None,
+        inputs: Inputs | None = None,
     ) -> str:
         """Queue a prompt and return the request's id. Does not block.
 
         identity: what besides its tokens determines the KV (a ``kvtier.Request``), or None.
+        inputs: images, embeddings or an adapter, which `identity` must tell from all others.
         Raises ConfigError for a prompt that this model or pool can never serve, MisuseError
         once the engine is closed.
         """
@@ -154,6 +160,7 @@ class Engine:
             prompt_tokens=len(prompt),
             block_tokens=self.block_tokens,
             submitted=self._clock(),
+            inputs=inputs,
         )
         request.append(prompt)
         self._submitted += 1
@@ -171,7 +178,11 @@ class Engine:
         return outputs
 
     def stream(
-        self, tokens: Sequence[int], sampling: Sampling, identity: object | None = None
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        identity: object | None = None,
+        inputs: Inputs | None = None,
     ) -> Iterator[Output]:
         """Submit a prompt and yield its outputs as they come; the last one carries ``finish``.
 
@@ -179,7 +190,7 @@ class Engine:
         needed, which serve all other requests too. Closing the iterator aborts the request.
         """
         self._checked(tokens, sampling)
-        return self._follow(tokens, sampling, identity)
+        return self._follow(tokens, sampling, identity, inputs)
 
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Completion]:
         """Serve a batch of prompts to their end. Blocks. Completions come in the prompts' order.
@@ -284,9 +295,13 @@ class Engine:
         self._streams.get(output.request_id, self._undelivered).append(output)
 
     def _follow(
-        self, tokens: Sequence[int], sampling: Sampling, identity: object | None
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        identity: object | None,
+        inputs: Inputs | None,
     ) -> Iterator[Output]:
-        request_id = self.submit(tokens, sampling, identity)
+        request_id = self.submit(tokens, sampling, identity, inputs)
         inbox = self._streams.setdefault(request_id, deque())
         try:
             while True:

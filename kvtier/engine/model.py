@@ -99,7 +99,14 @@ class Model:
             ids[here] = torch.as_tensor(span.tokens)
             positions[here] = torch.arange(span.start, span.end)
             row = here.stop
-        return self.weights.embedding[ids], self.cos[positions], self.sin[positions]
+        hidden = self.weights.embedding[ids]
+        first = 0
+        for span in spans:
+            if span.inputs is not None:
+                for at in range(len(span.tokens)):
+                    hidden[first + at] = span.inputs(hidden[first + at], span.start + at)
+            first += len(span.tokens)
+        return hidden, self.cos[positions], self.sin[positions]
 
     def _project(
         self,

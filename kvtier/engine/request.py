@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.engine.attention import Inputs
 from kvtier.engine.blocks import chain_keys, root_key
 from kvtier.engine.tables import Table
 from kvtier.errors import ConfigError
@@ -113,6 +114,7 @@ class Request:
     prompt_tokens: int
     block_tokens: int
     submitted: float
+    inputs: Inputs | None = None
     phase: Phase = Phase.WAITING
     matched: bool = False
     count: int = 0

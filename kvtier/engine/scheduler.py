@@ -185,6 +185,7 @@ class Scheduler:
             start,
             request.table.spans(),
             logits=1 + len(drafts) if end == total else 0,
+            inputs=request.inputs,
         )
         index = request.generated + request.pending
         work.append(Work(request, span, tuple(drafts), index, request.epoch))

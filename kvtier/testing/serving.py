@@ -13,6 +13,7 @@ from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.base import Role
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import Completion, Engine, Model, ModelConfig, Sampling, random_weights
+from kvtier.engine.attention import Inputs
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.tiers.store import Read, Status, Write
@@ -92,9 +93,10 @@ class Serving:
         prompt: Sequence[int],
         sampling: Sampling,
         identity: kvtier.Request | None = None,
+        inputs: Inputs | None = None,
     ) -> Completion:
         """Serve one prompt to its end, then wait until all that it saved can be found."""
-        outputs = list(self.engine.stream(prompt, sampling, identity))
+        outputs = list(self.engine.stream(prompt, sampling, identity, inputs))
         self.settle()
         finish = outputs[-1].finish
         if finish is None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import kvtier
 from kvtier.engine import Engine, Sampling
 from kvtier.engine.request import Phase
 from kvtier.testing.serving import Serving, small_model
@@ -302,49 +301,3 @@ def test_a_read_that_never_returns_costs_a_miss_and_no_block(serving, monkeypatc
     while one.cache.figures()["kvtier_leased_parts"] and time.monotonic() < deadline:
         time.sleep(0.01)
     assert one.cache.figures()["kvtier_leased_parts"] == 0
-
-
-# ------------------------------------------------------------------------------- who is who
-
-
-def hits(one: Serving, tokens: list[int], identity: kvtier.Request | None) -> int:
-    stats = one.answer(tokens, Sampling(1), identity).finish.stats
-    return sum(stats.hit_tokens.values())
-
-
-@pytest.mark.parametrize("prefix_cache", [False, True])
-def test_adapters_and_salts_share_nothing(serving, prefix_cache):
-    """H08: by content, not by name; each hits its own, also after the others came."""
-    one = serving(prefix_cache=prefix_cache)
-    identities = [
-        None,
-        kvtier.Request(adapter=b"A" * 32),
-        kvtier.Request(adapter=b"B" * 32),
-        kvtier.Request(salt=b"A" * 32),
-        kvtier.Request(adapter=b"A" * 32, salt=b"x"),
-    ]
-    assert [hits(one, prompt(129), each) for each in identities] == [0] * 5
-    assert [hits(one, prompt(129), each) for each in identities] == [128] * 5
-
-
-@pytest.mark.parametrize("shared_bits", [16, 64, 248])
-def test_images_with_digests_that_end_alike_share_only_the_text_before(serving, shared_bits):
-    """H07: the full digest counts, and only where the image is."""
-    one = serving()
-    size = shared_bits // 8
-    digests = [bytes([number]) * (32 - size) + b"z" * size for number in (1, 2)]
-    first, second = (kvtier.Request(spans=(kvtier.Span(100, 120, digest),)) for digest in digests)
-    assert hits(one, prompt(257), first) == 0
-    assert hits(one, prompt(257), second) == 64
-    assert hits(one, prompt(257), first) == 256
-    assert hits(one, prompt(257), None) == 64
-    moved = kvtier.Request(spans=(kvtier.Span(101, 121, digests[0]),))
-    assert hits(one, prompt(257), moved) == 64
-
-
-def test_embeddings_count_with_every_one_of_their_spans(serving):
-    one = serving()
-    spans = tuple(kvtier.Span(at, at + 10, bytes([at]) * 32) for at in (70, 140))
-    assert hits(one, prompt(257), kvtier.Request(spans=spans)) == 0
-    assert hits(one, prompt(257), kvtier.Request(spans=spans[:1])) == 128
-    assert hits(one, prompt(257), kvtier.Request(spans=spans[::-1])) == 256
