@@ -13,6 +13,7 @@ import fcntl
 import logging
 import mmap
 import os
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -50,20 +51,22 @@ def slot_bytes_for(part_bytes: int) -> int:
 class _Extent:
     """A run of the arena, cut for one slot size while any of its slots is in use."""
 
-    __slots__ = ("first", "free", "nbytes", "slot_bytes", "used")
+    __slots__ = ("first", "free", "nbytes", "serials", "slot_bytes", "used")
 
     def __init__(self, first: int, nbytes: int) -> None:
         self.first = first
         self.nbytes = nbytes
-        self.slot_bytes = 0
-        self.free: list[int] = []
+        self.slot_bytes = PAGE_BYTES
+        self.free = array("q")  # numbers of slots
+        self.serials = array("q")  # of each slot, 0 for a free one
         self.used = 0
 
     def cut(self, slot_bytes: int) -> None:
         """Cut the empty extent anew."""
         self.slot_bytes = slot_bytes
         count = self.nbytes // slot_bytes
-        self.free = [self.first + i * slot_bytes for i in reversed(range(count))]
+        self.free = array("q", reversed(range(count)))
+        self.serials = array("q", bytes(8 * count))
 
 
 class Arena:
@@ -109,7 +112,6 @@ class Arena:
         self._step = step
         self._empty = dict.fromkeys(range(len(self._extents)))  # extents with no slot in use
         self._open: dict[int, dict[int, None]] = {}  # by slot size, extents with a free slot
-        self._live: dict[int, int] = {}
         self._serial = 0
         self.used_bytes = 0
 
@@ -124,24 +126,25 @@ class Arena:
             return None
         number = next(reversed(extents))
         extent = self._extents[number]
-        offset = extent.free.pop()
+        at = extent.free.pop()
         extent.used += 1
         self._empty.pop(number, None)
         if not extent.free:
             del extents[number]
         self._serial += 1
-        self._live[offset] = self._serial
+        extent.serials[at] = self._serial
         self.used_bytes += size
-        return Slot(offset, size, self._serial)
+        return Slot(extent.first + at * size, size, self._serial)
 
     def free(self, slot: Slot) -> None:
         """Take a slot back. Raises MisuseError for one that is not in use."""
-        if self._live.get(slot.offset) != slot.serial:
+        if not self.holds(slot):
             raise MisuseError(f"{slot} is not in use")
-        del self._live[slot.offset]
         number = slot.offset // self._step
         extent = self._extents[number]
-        extent.free.append(slot.offset)
+        at = (slot.offset - extent.first) // slot.nbytes
+        extent.serials[at] = 0
+        extent.free.append(at)
         extent.used -= 1
         self.used_bytes -= slot.nbytes
         self._open[slot.nbytes][number] = None
@@ -150,7 +153,13 @@ class Arena:
 
     def holds(self, slot: Slot) -> bool:
         """Say whether this very hand-out of the slot is still in use."""
-        return self._live.get(slot.offset) == slot.serial
+        if not 0 <= slot.offset < self.nbytes:
+            return False
+        extent = self._extents[slot.offset // self._step]
+        at, odd = divmod(slot.offset - extent.first, extent.slot_bytes)
+        if odd or slot.nbytes != extent.slot_bytes or at >= len(extent.serials):
+            return False
+        return slot.serial == extent.serials[at] != 0
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         """Return the writable bytes at `offset`, without a copy."""
@@ -159,7 +168,7 @@ class Arena:
     @property
     def slots_in_use(self) -> int:
         """Slots handed out and not taken back."""
-        return len(self._live)
+        return sum(extent.used for extent in self._extents)
 
     def close(self) -> None:
         """Give the memory back once the last view of it is gone. Idempotent."""
