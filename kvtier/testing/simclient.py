@@ -27,6 +27,7 @@ __all__ = ["BLOCK", "CHUNK", "FOREVER", "Clients"]
 BLOCK: Final = 4
 CHUNK: Final = 8
 FOREVER: Final = 10_000.0
+_STALE_SECONDS: Final = 0.1
 _LATE_SECONDS: Final = 0.02  # beyond what a stall explains
 
 
@@ -52,6 +53,8 @@ class Clients:
         rounds, most, turn = rng.randint(2, 4), self._world.most_calls, 0
         while turn < rounds if most is None else self._world.calls < most:
             tokens = await self._next_prompt(rng)
+            if self._scenario.hangs and rng.random() < 0.9:  # or nobody asks the tier
+                self._cache.clear("dram", timeout=FOREVER)
             name = f"request-{number}.{turn}"
             request = self._loop.create_task(self._request(self._loop.rng(name), tokens), name=name)
             await asyncio.wait((request,))
@@ -65,7 +68,7 @@ class Clients:
         match = self._cache.match(prefix)
         self._oracle.expect_match(match)
         self._world.after(f"match {match.chunks} of {len(prefix.names)} chunks")
-        await pause(rng)
+        await (pause(rng) if rng.random() < 0.7 else asyncio.sleep(rng.uniform(0, _STALE_SECONDS)))
         first = rng.randrange(match.chunks + 1) if rng.random() < 0.3 else 0
         lease = await self._acquire(rng, match, first)
         if lease is not None:
@@ -138,6 +141,7 @@ class Clients:
             if self._loop.time() >= lease.deadline:
                 raise SimError("a plan was issued after its lease's deadline")
             copy = self._world.device.load(rng, plan, match.prefix)
+            await pause(rng)
             await pause(rng)
         await asyncio.shield(copy)
         tiers = dict.fromkeys(lease.sources, CHUNK)

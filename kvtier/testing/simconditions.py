@@ -29,7 +29,8 @@ class Conditions:
     step_seconds: what one callback takes at most. stall_rate, stall_seconds: how often, and for
     how long at most, the loop's thread is held up until a timer has fired among callbacks that
     are ready.
-    io_seconds: of a call in a pool; slow_rate of the calls take slow_seconds instead.
+    io_seconds: of a call in a pool, a third of it each in the queue, before its effect and after
+    it; from slow_from on, slow_rate of the calls take slow_seconds before or after it.
     cancel_rate: for each step of a task whose name begins with cancel_prefix; each at most once.
     cancel_at: the one step at which one task is cancelled; before it, its result is there, and
     cancellation comes first.
@@ -45,6 +46,7 @@ class Conditions:
     stall_seconds: float = 0.05
     io_seconds: tuple[float, float] = (1e-5, 5e-3)
     slow_rate: float = 0.02
+    slow_from: float = 0.0
     slow_seconds: tuple[float, float] = (0.02, 2.0)
     cancel_rate: float = 0.0
     cancel_prefix: str = "request"

@@ -15,6 +15,7 @@ from kvtier.tiers.store import Capabilities, Status, Write
 __all__ = ["SimDisk"]
 
 _Record = tuple[Header, memoryview]
+_Change = tuple[RecordId, _Record | None]
 _NOISE: Final = 0xEE
 _NEVER: Final = 1 << 30
 
@@ -23,16 +24,20 @@ class SimDisk(MemoryStore):
     """A MemoryStore with a journal of what is not synced yet; a crash cuts it at some place.
 
     sync_every: changes that are synced at a time, when the call that made the last of them ends;
-    1 is a store that syncs before it acknowledges. torn: names of records whose bytes a crash
-    left in part; their headers are whole.
+    1 is a store that syncs before it acknowledges. ordered: of what was not synced a beginning
+    survives a crash, otherwise any of the writes. torn: names of records whose bytes a crash left
+    in part; their headers are whole.
     """
 
-    def __init__(self, name: str, capacity: int | None, sync_every: int) -> None:
+    def __init__(
+        self, name: str, capacity: int | None, sync_every: int, *, ordered: bool = True
+    ) -> None:
         super().__init__(name, capacity)
         self.sync_every = sync_every
+        self.ordered = ordered
         self.torn: dict[RecordId, None] = {}
         self._synced: dict[RecordId, _Record] = {}
-        self._journal: list[tuple[RecordId, _Record | None]] = []
+        self._journal: list[_Change] = []
         self._sync_every = sync_every
         self._acknowledged = 0
         self._dead = False
@@ -86,24 +91,33 @@ class SimDisk(MemoryStore):
     def left(self, rng: random.Random) -> Self:
         """Return what is there after a crash; this one changes no more.
 
-        Of all that was not synced a beginning survives. A record that is the last of it, and was
-        not acknowledged, may be torn.
+        A record may be torn that was the last to survive, and was not acknowledged; where the
+        order is not kept, any that was not synced. No delete is undone there: what was written
+        in its place would not fit.
         """
         self._dead = True
-        count = len(self._journal)
-        kept = self._journal[: count if rng.random() < 0.5 else rng.randint(0, count)]
-        left = type(self)(self.name, self._capacity, self._sync_every)
+        left = type(self)(self.name, self._capacity, self._sync_every, ordered=self.ordered)
         left._records, left.torn = dict(self._synced), dict(self.torn)
-        for name, record in kept:
+        for number, (name, record) in enumerate(self._kept(rng), 1):
             left.torn.pop(name, None)
             left._records.pop(name, None)
             if record is not None:
                 left._records[name] = record
-        if len(kept) > self._acknowledged and (last := kept[-1][1]) and rng.random() < 0.7:
-            left._tear(*last)
+                if self._may_tear(number) and rng.random() < 0.7:
+                    left._tear(*record)
         left._used = sum(left.footprint(h.stored_bytes) for h, _ in left._records.values())
         left._sync()
         return left
+
+    def _kept(self, rng: random.Random) -> list[_Change]:
+        """Return the changes that survive."""
+        count = len(self._journal)
+        if self.ordered:
+            return self._journal[: count if rng.random() < 0.5 else rng.randint(0, count)]
+        return [one for one in self._journal if one[1] is None or rng.random() < 0.5]
+
+    def _may_tear(self, number: int) -> bool:
+        return not self.ordered or self._acknowledged < number == len(self._journal)
 
     def _tear(self, header: Header, data: memoryview) -> None:
         whole = bytearray(data)

@@ -16,6 +16,7 @@ import warnings
 from asyncio import base_events, tasks
 from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar, TypeVarTuple
 
@@ -44,7 +45,8 @@ class SimLoop(base_events.BaseEventLoop):
     """The loop. ``digest`` is equal for two runs exactly when they took the same course.
 
     on_step: called after every callback; what it raises ends the run. stalled: seconds for which
-    the thread was held up so far. under_way: calls in pools that have begun and had no effect yet.
+    the thread was held up so far. under_way: calls in pools that have begun and had no effect yet;
+    calls_out: how many have not been delivered.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class SimLoop(base_events.BaseEventLoop):
         self.trace: list[str] | None = [] if keep_trace else None
         self.cancelled: dict[str, int] = {}
         self.stalled = 0.0
+        self.calls_out = 0
         self.under_way: dict[int, partial[Any]] = {}
         self._now = 0.0
         self._ready: list[asyncio.Handle] = []
@@ -143,15 +146,22 @@ class SimLoop(base_events.BaseEventLoop):
         """
         del executor
         self._calls += 1
+        self.calls_out += 1
         number, future = self._calls, self.create_future()
-        slow = self._latency.random() < self.conditions.slow_rate
-        low, high = self.conditions.slow_seconds if slow else self.conditions.io_seconds
-        queued, running, delivery = (self._latency.uniform(low, high) / 3 for _ in range(3))
+        now, uniform = self.conditions, self._latency.uniform
+        slow = self._latency.random() < now.slow_rate and self._now >= now.slow_from
+        queued, running, delivery = (uniform(*now.io_seconds) / 3 for _ in range(3))
+        if slow and self._latency.random() < 0.3:
+            running = uniform(*now.slow_seconds)
+        elif slow:
+            delivery = uniform(*now.slow_seconds)  # the code of the call has begun by then
 
         def start() -> None:
-            if not future.cancelled():
-                self.under_way[number] = partial(func, *args)
-                self.call_later(running, effect)
+            if future.cancelled():
+                self.calls_out -= 1
+                return
+            self.under_way[number] = partial(func, *args)
+            self.call_later(running, effect)
 
         def effect() -> None:
             self.note("effect", f"{number}:{getattr(func, '__qualname__', '?')}")
@@ -164,6 +174,7 @@ class SimLoop(base_events.BaseEventLoop):
                 self.call_later(delivery, deliver, result, None)
 
         def deliver(result: T | None, error: Exception | None) -> None:
+            self.calls_out -= 1
             if future.done():
                 return
             if error is None:
@@ -173,6 +184,10 @@ class SimLoop(base_events.BaseEventLoop):
 
         self.call_later(queued, start)
         return future
+
+    def calm(self) -> None:
+        """Let no call be slow from now on, and hold the thread up no more."""
+        self.conditions = replace(self.conditions, slow_rate=0.0, stall_rate=0.0)
 
     def block(self, future: Future[T], timeout: float | None) -> None:
         """Let everything else run until `future` is done: a thread blocks, the loop goes on.

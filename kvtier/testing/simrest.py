@@ -12,7 +12,6 @@ from kvtier.identity.record import RecordId
 from kvtier.testing.faults import FaultyStore, Rates
 from kvtier.testing.simclient import FOREVER
 from kvtier.testing.simcrash import torn_in
-from kvtier.testing.simscenario import HANG_SECONDS
 from kvtier.testing.simtask import SimError
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Ending"]
 
-_SETTLED_SECONDS: Final = 8.0  # longer than any lease, and than any read whose waiter is gone
+_SETTLED_SECONDS: Final = 8.0  # longer than any lease
 
 
 class Ending:
@@ -41,10 +40,12 @@ class Ending:
         await self._world.device.idle()
         for store in self._stores:
             store.rates = Rates()
+        self._loop.calm()
         if not self._cache.flush(timeout=FOREVER):
             raise SimError("flush did not end")
-        hung = HANG_SECONDS[1] if self._scenario.hangs else 0.0
-        await asyncio.sleep(_SETTLED_SECONDS + 2 * hung)
+        while self._loop.calls_out:
+            await asyncio.sleep(_SETTLED_SECONDS)
+        await asyncio.sleep(_SETTLED_SECONDS)
         self._oracle.check_rest()
         self._check_figures()
         self._check_stores()
@@ -57,12 +58,9 @@ class Ending:
         self._cache.close()
 
     async def _read_back(self, number: int, tokens: NDArray[np.int32]) -> None:
-        """With all faults gone, what is matched arrives, or turns out to be lost below, once.
-
-        Unless calls still hang.
-        """
+        """With all faults gone, what is matched arrives, or turns out to be lost below, once."""
         whole, chunks, tokens_matched = await self._read_all(tokens)
-        if not whole and not self._scenario.hangs:
+        if not whole:
             if self._faultless:
                 raise SimError("not all of the chunks that were matched came")
             if not (await self._read_all(tokens))[0]:
@@ -88,7 +86,7 @@ class Ending:
         sure = self._oracle.kept_somewhere(match, self._kept_names())
         lease = await self._cache.fetch(match, timeout=FOREVER, deadline=FOREVER)
         chunks = lease.chunks if lease else 0
-        if chunks < min(sure, room) and not self._scenario.hangs:
+        if chunks < min(sure, room):
             raise SimError(f"{chunks} chunks came, although another copy of {sure} could be read")
         if lease is not None:
             self._oracle.expect_leased(lease)

@@ -14,12 +14,15 @@ __all__ = ["HANG_SECONDS", "TROUBLES", "Scenario", "TierShape"]
 TROUBLES: Final = ("faults", "cancels", "clears", "hangs", "crashes", "disorder")
 """What a scenario can be without: disorder is any order but first-in-first-out, and stalls."""
 
-HANG_SECONDS: Final = (60.0, 270.0)
-"""How long a call takes that hangs; a third of it on the thread, where for a Tier 30 s hang."""
+HANG_SECONDS: Final = (40.0, 90.0)
+"""How long a call hangs; for a Tier it does after 30."""
 
 _NO_FAULTS: Final = Rates()
-# Twice those that most guards are for.
-_KINDS: Final = (*(field.name for field in fields(Rates)), "unavailable", "failed", "wrong")
+# Twice and more those that most guards are for.
+_KINDS: Final = (
+    *(field.name for field in fields(Rates)),
+    *("unavailable", "failed", "absent", "lost_write"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +30,7 @@ class TierShape:
     """One tier below DRAM. records: its budget, in records of the larger part; None for none.
 
     bounded: the Store itself answers FULL, otherwise the Tier's count is all there is. durable:
-    it survives a crash, but for what it had not synced; it syncs every so many changes.
+    it survives a crash, but for what it had not synced. sync_every, ordered: see SimDisk.
     """
 
     records: int | None
@@ -36,6 +39,14 @@ class TierShape:
     admission: str = "through"
     durable: bool = False
     sync_every: int = 1
+    ordered: bool = True
+
+
+# Kinds of worlds, and how many of a hundred are drawn.
+_WORLDS: Final = {"plain": 34, "crashing": 28, "hanging": 15, "decaying": 15, "failing": 8}
+# What another host has written spoils, and is not written again: heads go, their tails stay.
+_DECAYING: Final = (TierShape(None, shared=True),)
+_DECAY: Final = Rates(wrong=0.6, lost_ack=0.95)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +84,37 @@ class Scenario:
     def draw(cls, seed: int) -> Scenario:
         """Return the scenario of a seed: small, so that everybody is in everybody's way."""
         rng = random.Random(f"{seed}/scenario")
+        (kind,) = rng.choices(tuple(_WORLDS), tuple(_WORLDS.values()))
         components, shards = rng.choice(((1, 1), (1, 1), (1, 2), (2, 1)))
-        width = components * shards
-        crashes = _crashes(rng)
-        return cls(
-            dram_slots=rng.randint(3, 7) * width,
-            tiers=_tiers(rng, durable=bool(crashes)),
+        crashes = tuple(rng.randint(50, 900) for _ in range(rng.choice((1, 2, 2))))
+        drawn = cls(
+            dram_slots=rng.randint(3, 7) * components * shards,
+            tiers=_tiers(rng),
             components=components,
             shards=shards,
             clients=rng.randint(5, 10),
             rates=_trouble(rng),
             cancel_rate=rng.choice((0.0, 0.02, 0.05)),
             clears=rng.random() < 0.45,
-            hangs=not crashes and rng.random() < 0.06,
             herd=rng.random() < 0.25,
-            crashes=crashes,
-            in_write=bool(crashes) and rng.random() < 0.7,
             order="pct" if rng.random() < 0.3 else "random",
         )
+        first, rest = drawn.tiers[:1] or (TierShape(rng.choice((None, 8))),), drawn.tiers[1:]
+        if kind == "crashing":
+            durable = replace(first[0], durable=True, shared=False, records=rng.choice((None, 16)))
+            rates, in_write = rng.choice((_NO_FAULTS, drawn.rates)), rng.random() < 0.8
+            drawn = replace(drawn, tiers=(durable, *rest), rates=rates)
+            return replace(drawn, crashes=crashes, in_write=in_write)
+        if kind == "hanging":
+            return replace(drawn, tiers=(*first, *rest), hangs=True, rates=_NO_FAULTS)
+        if kind == "failing":
+            rates = Rates(**{rng.choice(("unavailable", "failed")): 0.9})
+            return replace(drawn, tiers=(*first, *rest), rates=rates)
+        if kind == "decaying":
+            drawn = replace(drawn, components=1, shards=1, dram_slots=3, clients=10)
+            drawn = replace(drawn, clears=False, herd=False, cancel_rate=0.0)
+            return replace(drawn, tiers=_DECAYING, rates=_DECAY)
+        return drawn
 
     def without(self, what: str) -> Scenario:
         """Return the scenario with one kind of trouble less, of TROUBLES."""
@@ -107,7 +131,7 @@ class Scenario:
     @property
     def round_seconds(self) -> float:
         """How long a client waits before a request, at most; where calls hang, they are met."""
-        return 25.0 if self.hangs else 0.08
+        return 30.0 if self.hangs else 0.08
 
     @property
     def kept_clients(self) -> list[int]:
@@ -130,24 +154,16 @@ def _trouble(rng: random.Random) -> Rates:
     return Rates(**{rng.choice(_KINDS): rng.choice((0.1, 0.3, 0.9))})
 
 
-def _crashes(rng: random.Random) -> tuple[int, ...]:
-    """Return no crash for four worlds of five."""
-    if rng.random() >= 0.2:
-        return ()
-    return tuple(rng.randint(50, 900) for _ in range(rng.choice((1, 1, 2))))
-
-
-def _tiers(rng: random.Random, *, durable: bool) -> tuple[TierShape, ...]:
-    """Return up to two tiers below DRAM. durable: the first of them is, and local."""
-    count = rng.choice((1, 1, 2) if durable else (0, 1, 1, 1, 1, 2, 2, 2))
+def _tiers(rng: random.Random) -> tuple[TierShape, ...]:
+    """Return up to two tiers below DRAM."""
     return tuple(
         TierShape(
             rng.choice((None, 4, 8, 16)) if not index else rng.choice((None, 12)),
             bounded=rng.random() < 0.5,
-            shared=rng.random() < 0.25 and not (durable and not index),
+            shared=rng.random() < 0.25,
             admission=rng.choice(("through", "through", "second-touch")),
-            durable=durable and not index,
-            sync_every=rng.choice((1, 1, 4, 12)),
+            sync_every=rng.choice((1, 4, 12, 24)),
+            ordered=rng.random() < 0.5,
         )
-        for index in range(count)
+        for index in range(rng.choice((0, 1, 1, 1, 1, 2, 2, 2)))
     )

@@ -145,7 +145,7 @@ class World:
 
 def _new_store(shape: TierShape, name: str, capacity: int | None) -> Store:
     if shape.durable:
-        return SimDisk(name, capacity, shape.sync_every)
+        return SimDisk(name, capacity, shape.sync_every, ordered=shape.ordered)
     return SharedMemory(name, capacity) if shape.shared else MemoryStore(name, capacity)
 
 
@@ -211,7 +211,11 @@ def _conditions(drawn: Scenario, life: int) -> Conditions:
     )
     if drawn.hangs:
         conditions = replace(
-            conditions, slow_seconds=HANG_SECONDS, slow_rate=0.3, max_idle_seconds=1000.0
+            conditions,
+            slow_seconds=HANG_SECONDS,
+            slow_rate=0.7,
+            slow_from=drawn.round_seconds / 2,
+            max_idle_seconds=1000.0,
         )
     if drawn.order == "fifo":
         conditions = replace(conditions, stall_rate=0.0)
