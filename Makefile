@@ -54,10 +54,10 @@ bench: setup  ## measure everything beside its limit, into bench-*.json (a quart
 	$(BIN)/python benchmarks/tiers.py --json bench-tiers.json
 
 sim: setup  ## 10,000 simulated schedules, and every guard taken away once, into sim.json
-	@$(BIN)/kvtier sim --schedules 10000 --mutate all --json sim.json
+	@$(BIN)/kvtier sim --schedules 10000 --sweep 100 --mutate all --json sim.json
 
 campaign: setup  ## 100,000 simulated schedules, into campaign.json (about an hour on two cores)
-	@$(BIN)/kvtier sim --schedules 100000 --mutate all --json campaign.json
+	@$(BIN)/kvtier sim --schedules 100000 --sweep 1000 --mutate all --json campaign.json
 
 clean:  ## remove what was built and cached, but not .venv
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,6 +13,7 @@ from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
     from kvtier.cli.simreport import SimReport
+    from kvtier.testing.simconditions import Cancel
     from kvtier.testing.simschedule import Schedule
 
 __all__ = ["sim"]
@@ -55,12 +56,24 @@ _EXPLAINED: Final = 3
     default=0,
     help="Another order of events in the same worlds.",
 )
+@click.option(
+    "--sweep",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Of so many seeds, also cancel a client's requests, one at each of its steps in turn.",
+)
+@click.option(
+    "--cancel",
+    metavar="TASK:N:PHASE",
+    help="Cancel one task before or after its Nth step, such as request-2.0:7:after.",
+)
 @click.option("--json", "json_file", metavar="FILE", help="Write the report; - is stdout.")
 def sim(
     schedules: int,
     mutate: str | None,
     jobs: int | None,
     json_file: str | None,
+    sweep: int,
     **kept: Any,
 ) -> int:
     """Run the cache's own code in small, crowded worlds, a new one for each seed.
@@ -81,7 +94,8 @@ def sim(
     schedule.scenario()  # raises what is wrong with it
     if json_file not in (None, "-"):
         _check_writable(Path(json_file))
-    report = _run(schedule, schedules, names, jobs or _cores(schedules, names))
+    jobs = jobs or _cores(schedules, sweep, names)
+    report = _run(schedule, schedules, sweep, names, jobs)
     if json_file is not None:
         write(report, json_file)
     if json_file != "-":
@@ -90,7 +104,12 @@ def sim(
 
 
 def _schedule(
-    seed: int, ops: int | None, only: str | None, without: str | None, shuffle: int
+    seed: int,
+    ops: int | None,
+    only: str | None,
+    without: str | None,
+    shuffle: int,
+    cancel: str | None,
 ) -> Schedule:
     from kvtier.testing.simschedule import Schedule
 
@@ -99,16 +118,27 @@ def _schedule(
     except ValueError as error:
         raise ConfigError(f"--only takes numbers of clients, like 0,3, not {only!r}") from error
     troubles = tuple(what for what in (without or "").split(",") if what)
-    return Schedule(seed, ops, numbers, troubles, shuffle)
+    return Schedule(seed, ops, numbers, troubles, shuffle, _cancel(cancel))
 
 
-def _cores(schedules: int, names: list[str]) -> int:
+def _cancel(text: str | None) -> Cancel | None:
+    from kvtier.testing.simconditions import PHASES
+
+    if text is None:
+        return None
+    match text.split(":"):
+        case [task, step, phase] if task and step.isdecimal() and phase in PHASES:
+            return task, int(step), phase
+    raise ConfigError(f"--cancel takes a task, a step and a phase, like a:7:after, not {text!r}")
+
+
+def _cores(schedules: int, sweep: int, names: list[str]) -> int:
     """Return how many processes are worth their start."""
-    worth = max(len(names), -(-schedules // _WORTH_A_PROCESS))
+    worth = max(len(names), sweep, -(-schedules // _WORTH_A_PROCESS))
     return min(len(os.sched_getaffinity(0)), worth)
 
 
-def _run(schedule: Schedule, schedules: int, names: list[str], jobs: int) -> SimReport:
+def _run(schedule: Schedule, schedules: int, sweep: int, names: list[str], jobs: int) -> SimReport:
     """Run the code as it is, then without each guard, then explain what failed."""
     from kvtier.cli.progress import progress
     from kvtier.cli.simreport import SimReport
@@ -120,11 +150,14 @@ def _run(schedule: Schedule, schedules: int, names: list[str], jobs: int) -> Sim
         tell(text, 0, schedules)
         totals = campaign.run(schedule, schedules, jobs, lambda done: tell(text, done, schedules))
         seconds = perf_counter() - before
+        swept = campaign.run(
+            schedule, sweep, jobs, lambda done: tell("seeds swept", done, sweep), sweep=True
+        )
         most, count = min(schedules, _MUTATION_SCHEDULES), len(names)
         found = campaign.hunt(
             schedule, names, most, jobs, lambda done: tell("guards taken away", done, count)
         )
-        report = SimReport.of(schedule, totals, found, seconds=seconds, jobs=jobs)
+        report = SimReport.of(schedule, totals, swept, found, seconds=seconds, jobs=jobs)
         unexplained = report.failures[:_EXPLAINED] + report.mutations * (count == 1)
         for number, one in enumerate(unexplained):
             tell("shortening what failed", number, len(unexplained))

@@ -45,15 +45,16 @@ class Explained(msgspec.Struct):
 
 
 class FailureReport(Explained):
-    """A seed under which the code as it is went wrong."""
+    """A schedule under which the code as it is went wrong."""
 
     kind: str
     message: str
+    schedule: Schedule
 
     def explain(self, schedule: Schedule) -> None:
-        """Add the history. schedule: what was asked for."""
-        if self.seed is not None:
-            self.shorten(replace(schedule, seed=self.seed))
+        """Add the history. schedule: what was asked for, of which this is one."""
+        del schedule
+        self.shorten(self.schedule)
 
 
 class MutationReport(Explained):
@@ -83,7 +84,8 @@ class MutationReport(Explained):
 class SimReport(msgspec.Struct):
     """Everything that was found. events: how often each happened; reached: in how many schedules.
 
-    violations, deadlocks, leaks: schedules that failed so, of the code as it is. digest: equal for
+    violations, deadlocks, leaks: schedules that failed so, of the code as it is. swept: schedules
+    with one aimed cancellation each, which are not among the others. digest: equal for
     two runs exactly when every schedule took the same course. stale: guards that are not in the
     source any more, although there is a reason why they are harmless, or a test that finds them.
     """
@@ -92,6 +94,7 @@ class SimReport(msgspec.Struct):
     deadlocks: int
     leaks: int
     schedules: int
+    swept: int
     steps: int
     seconds: float
     schedules_per_s: float
@@ -115,17 +118,20 @@ class SimReport(msgspec.Struct):
         cls,
         schedule: Schedule,
         totals: Totals,
+        swept: Totals,
         found: Sequence[Found],
         *,
         seconds: float,
         jobs: int,
     ) -> SimReport:
-        """Put a report together. seconds: that the schedules took."""
+        """Put a report together. seconds: that the schedules took, without those swept."""
+        failed = totals.counts + swept.counts
         return cls(
-            violations=totals.counts["violation"],
-            deadlocks=totals.counts["deadlock"],
-            leaks=totals.counts["leak"],
+            violations=failed["violation"],
+            deadlocks=failed["deadlock"],
+            leaks=failed["leak"],
             schedules=totals.schedules,
+            swept=swept.schedules,
             steps=totals.steps,
             seconds=round(seconds, 3),
             schedules_per_s=round(totals.schedules / seconds, 3),
@@ -138,11 +144,12 @@ class SimReport(msgspec.Struct):
                 FailureReport(
                     kind=one.kind,
                     message=one.message,
-                    seed=one.seed,
-                    replay=replace(schedule, seed=one.seed).command(),
+                    seed=one.schedule.seed,
+                    replay=one.schedule.command(),
                     history=[],
+                    schedule=one.schedule,
                 )
-                for one in totals.failures
+                for one in (*totals.failures, *swept.failures)
             ],
             mutations=[MutationReport(**msgspec.structs.asdict(one), history=[]) for one in found],
             stale=stale() if found else [],
@@ -206,11 +213,12 @@ def _after(one: MutationReport) -> tuple[int, str]:
 
 
 def _sums(report: SimReport) -> list[str]:
+    swept = f" and {report.swept:,} cancellations" if report.swept else ""
     lines = [
         (
             f"{report.violations} violations, {report.deadlocks} deadlocks, {report.leaks} leaks "
-            f"in {report.schedules:,} schedules; {report.schedules_per_s:,.0f} schedules and "
-            f"{report.steps_per_s:,.0f} steps a second"
+            f"in {report.schedules:,} schedules{swept}; "
+            f"{report.schedules_per_s:,.0f} schedules and {report.steps_per_s:,.0f} steps a second"
         ),
         f"digest {report.digest}",
     ]

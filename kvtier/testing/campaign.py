@@ -7,7 +7,7 @@ import hashlib
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import IO, Final, TypeVar
 
@@ -18,6 +18,7 @@ from kvtier.testing.harmless import found_by, harmless
 from kvtier.testing.mutations import named
 from kvtier.testing.simevents import EVENTS
 from kvtier.testing.simschedule import KINDS, Outcome, Schedule, live
+from kvtier.testing.simsweep import swept
 
 __all__ = ["Batch", "Failure", "Found", "Task", "Totals", "hunt", "run", "work"]
 
@@ -32,7 +33,7 @@ Tell = Callable[[int], None]
 class Failure(msgspec.Struct, frozen=True):
     """A schedule that did not end well."""
 
-    seed: int
+    schedule: Schedule
     kind: str
     message: str
 
@@ -65,11 +66,15 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """What one process does: every `stride`-th batch; given mutations, those instead."""
+    """What one process does: every `stride`-th batch; given mutations, those instead.
+
+    sweep: each seed is a batch of its own, of all the cancellations of one request.
+    """
 
     schedule: Schedule
     schedules: int
     mutations: list[str] = []
+    sweep: bool = False
     stride: int = 1
     offset: int = 0
 
@@ -87,10 +92,16 @@ class Totals:
     digest: str = ""
 
 
-def run(schedule: Schedule, schedules: int, jobs: int, tell: Tell) -> Totals:
-    """Run a schedule under as many seeds, from its own on, and add up what they gave."""
-    totals, digest = Totals(), hashlib.sha256()
-    for batch in _spread(Task(schedule, schedules), -(-schedules // _BATCH), jobs, Batch):
+def run(
+    schedule: Schedule, schedules: int, jobs: int, tell: Tell, *, sweep: bool = False
+) -> Totals:
+    """Run a schedule under as many seeds, from its own on, and add up what they gave.
+
+    sweep: run each seed once for every place at which one of its requests can be cancelled.
+    """
+    totals, digest, seeds = Totals(), hashlib.sha256(), 0
+    task, width = Task(schedule, schedules, sweep=sweep), 1 if sweep else _BATCH
+    for batch in _spread(task, -(-schedules // width), jobs, Batch):
         totals.schedules += batch.schedules
         totals.steps += batch.steps
         totals.counts.update(failure.kind for failure in batch.failures)
@@ -99,7 +110,8 @@ def run(schedule: Schedule, schedules: int, jobs: int, tell: Tell) -> Totals:
         room = _KEPT_FAILURES - len(totals.failures)
         totals.failures += batch.failures[:room]
         digest.update(batch.digest.encode())
-        tell(totals.schedules)
+        seeds = min(seeds + width, schedules)
+        tell(seeds)
     totals.digest = digest.hexdigest()
     return totals
 
@@ -127,25 +139,32 @@ def work(task: Task) -> Iterator[Batch | Found]:
             yield _hunt(msgspec.structs.replace(task, mutations=[name]))
         return
     begin, end = task.schedule.seed, task.schedule.seed + task.schedules
-    firsts = range(begin, end, _BATCH)
+    firsts = range(begin, end, 1 if task.sweep else _BATCH)
     for first in firsts[task.offset :: task.stride]:
-        yield _batch(task.schedule, range(first, min(first + _BATCH, end)))
+        if task.sweep:
+            yield _batch(swept(_with(task.schedule, first)))
+        else:
+            seeds = range(first, min(first + _BATCH, end))
+            yield _batch(_with(task.schedule, seed) for seed in seeds)
 
 
-def _batch(schedule: Schedule, seeds: range) -> Batch:
-    steps, digest = 0, hashlib.sha256()
+def _batch(schedules: Iterable[Schedule]) -> Batch:
+    count = steps = 0
+    digest = hashlib.sha256()
     events: Counter[str] = Counter()
     reached: Counter[str] = Counter()
     failures = []
-    for seed in seeds:
-        outcome = live(_with(schedule, seed))
+    for schedule in schedules:
+        outcome = live(schedule)
+        count += 1
         steps += outcome.steps
         events.update(outcome.events)
-        reached.update(name for name, count in outcome.events.items() if count)
-        digest.update(f"{seed} {outcome.digest} {outcome.kind} {outcome.message}\n".encode())
+        reached.update(name for name, times in outcome.events.items() if times)
+        ended = f"{schedule.seed} {outcome.digest} {outcome.kind} {outcome.message}\n"
+        digest.update(ended.encode())
         if outcome.kind:
-            failures.append(Failure(seed, outcome.kind, outcome.message))
-    return Batch(len(seeds), steps, digest.hexdigest(), dict(events), dict(reached), failures)
+            failures.append(Failure(schedule, outcome.kind, outcome.message))
+    return Batch(count, steps, digest.hexdigest(), dict(events), dict(reached), failures)
 
 
 def _hunt(task: Task) -> Found:

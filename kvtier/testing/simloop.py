@@ -148,13 +148,7 @@ class SimLoop(base_events.BaseEventLoop):
         self._calls += 1
         self.calls_out += 1
         number, future = self._calls, self.create_future()
-        now, uniform = self.conditions, self._latency.uniform
-        slow = self._latency.random() < now.slow_rate and self._now >= now.slow_from
-        queued, running, delivery = (uniform(*now.io_seconds) / 3 for _ in range(3))
-        if slow and self._latency.random() < 0.3:
-            running = uniform(*now.slow_seconds)
-        elif slow:
-            delivery = uniform(*now.slow_seconds)  # the code of the call has begun by then
+        queued, running, delivery = self._io_times()
 
         def start() -> None:
             if future.cancelled():
@@ -184,6 +178,17 @@ class SimLoop(base_events.BaseEventLoop):
 
         self.call_later(queued, start)
         return future
+
+    def _io_times(self) -> tuple[float, float, float]:
+        """Return how long a call is queued, and runs before its effect, and after it."""
+        now, uniform = self.conditions, self._latency.uniform
+        slow = self._latency.random() < now.slow_rate and self._now >= now.slow_from
+        queued, before, after = (uniform(*now.io_seconds) / 3 for _ in range(3))
+        if slow and self._latency.random() < 0.3:
+            before = uniform(*now.slow_seconds)
+        elif slow:
+            after = uniform(*now.slow_seconds)  # the code of the call has begun by then
+        return queued, before, after
 
     def calm(self) -> None:
         """Let no call be slow from now on, and hold the thread up no more."""

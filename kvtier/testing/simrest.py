@@ -43,7 +43,7 @@ class Ending:
         self._loop.calm()
         if not self._cache.flush(timeout=FOREVER):
             raise SimError("flush did not end")
-        while self._loop.calls_out:
+        while self._loop.calls_out:  # noqa: ASYNC110  (calls that hang end by themselves)
             await asyncio.sleep(_SETTLED_SECONDS)
         await asyncio.sleep(_SETTLED_SECONDS)
         self._oracle.check_rest()

@@ -43,7 +43,7 @@ class TierShape:
 
 
 # Kinds of worlds, and how many of a hundred are drawn.
-_WORLDS: Final = {"plain": 34, "crashing": 28, "hanging": 15, "decaying": 15, "failing": 8}
+_WORLDS: Final = {"plain": 30, "crashing": 32, "hanging": 15, "decaying": 15, "failing": 8}
 # What another host has written spoils, and is not written again: heads go, their tails stay.
 _DECAYING: Final = (TierShape(None, shared=True),)
 _DECAY: Final = Rates(wrong=0.6, lost_ack=0.95)

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 from kvtier.errors import ConfigError, unknown
 from kvtier.testing.bounded import Endless, bounded
 from kvtier.testing.mutations import removed
+from kvtier.testing.simconditions import Cancel
 from kvtier.testing.simevents import Events
 from kvtier.testing.simscenario import TROUBLES, Scenario
 from kvtier.testing.simtask import Deadlock, Leak, Livelock
@@ -35,7 +36,8 @@ class Schedule:
 
     ops: calls on the cache after which no request begins; None for what the seed draws. only:
     numbers of the clients that take part; empty for all. without: of TROUBLES. shuffle: not 0, the
-    same world in another order. mutation: the guard that is taken away.
+    same world in another order. cancel: see Conditions.cancel_at. mutation: the guard that is
+    taken away.
     """
 
     seed: int
@@ -43,12 +45,14 @@ class Schedule:
     only: tuple[int, ...] = ()
     without: tuple[str, ...] = ()
     shuffle: int = 0
+    cancel: Cancel | None = None
     mutation: str | None = None
 
     def scenario(self) -> Scenario:
         """Return its world. Raises ConfigError for a trouble or a client that there is not."""
         drawn = Scenario.draw(self.seed)
         drawn = replace(drawn, ops=self.ops, only=self.only, shuffle=self.shuffle)
+        drawn = replace(drawn, cancel_at=self.cancel)
         for what in self.without:
             if what not in TROUBLES:
                 raise unknown("trouble", what, TROUBLES)
@@ -70,6 +74,8 @@ class Schedule:
             words.append(f"--without {','.join(self.without)}")
         if self.shuffle:
             words.append(f"--shuffle {self.shuffle}")
+        if self.cancel is not None:
+            words.append(f"--cancel {':'.join(map(str, self.cancel))}")
         if self.mutation is not None:
             words.append(f"--mutate {self.mutation}")
         return " ".join(words)

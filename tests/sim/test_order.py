@@ -1,12 +1,15 @@
-"""The order in which a simulated loop runs what is ready: by seeded priorities."""
+"""What finds more than a fair draw: seeded priorities, and cancellations at every step."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 
-from kvtier.testing.simconditions import Conditions
+from kvtier.testing.simconditions import PHASES, Conditions
+from kvtier.testing.simdevice import SimDevice
 from kvtier.testing.simloop import simulate
+from kvtier.testing.simschedule import Schedule, live
+from kvtier.testing.simsweep import swept
 
 CALM = {"stall_rate": 0.0, "slow_rate": 0.0}
 
@@ -38,3 +41,42 @@ def test_by_priority_a_task_runs_until_it_waits_or_is_put_last():
 def test_priorities_are_part_of_the_seed():
     assert changes(7, "pct") == changes(7, "pct")
     assert len({changes(seed, "pct") for seed in range(20)}) > 3
+
+
+# --------------------------------------------------------------------------------- aimed cancels
+
+
+SEED = 8
+
+
+def test_a_sweep_cancels_each_request_of_a_client_at_each_of_its_steps_once():
+    aims = [schedule.cancel for schedule in swept(Schedule(SEED, ops=40))]
+    assert len({task.partition(".")[0] for task, _, _ in aims}) == 1
+    last: dict[str, int] = {}
+    for task, step, _ in aims:
+        last[task] = max(step, last.get(task, 0))
+    assert len(last) >= 2
+    steps = [(task, step) for task, count in last.items() for step in range(1, count + 1)]
+    assert aims == [(task, step, phase) for task, step in steps for phase in PHASES]
+
+
+def test_what_a_sweep_cancels_ends_well():
+    for schedule in swept(Schedule(SEED, ops=40)):
+        outcome = live(schedule)
+        assert not outcome.kind, (schedule.command(), outcome.message)
+        assert outcome.events["request_cancelled"] <= 1
+
+
+def test_a_copy_that_ends_with_its_request_is_found_by_a_sweep(monkeypatch):
+    save = SimDevice.save
+
+    def bound(self, rng, plan, prefix, *, good):
+        copy = save(self, rng, plan, prefix, good=good)
+        asyncio.current_task().add_done_callback(lambda task: task.cancelled() and copy.cancel())
+        return copy
+
+    monkeypatch.setattr(SimDevice, "save", bound)
+    assert not live(Schedule(SEED, ops=40, without=("cancels",))).kind
+    failed = [one for one in swept(Schedule(SEED, ops=40)) if live(one).kind]
+    assert failed
+    assert f"--cancel {':'.join(map(str, failed[0].cancel))}" in failed[0].command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -10,6 +11,7 @@ from kvtier.catalog.catalog import Catalog
 from kvtier.cli.main import run
 from kvtier.testing import campaign
 from kvtier.testing.mutations import MUTATIONS
+from kvtier.testing.simdevice import SimDevice
 from kvtier.testing.simevents import EVENTS
 from kvtier.testing.simschedule import Schedule
 
@@ -90,6 +92,29 @@ def test_a_mutation_is_found_and_its_command_repeats_it(capsys):
     assert "published bytes" in again["mutations"][0]["how"]
 
 
+def test_a_sweep_that_fails_names_the_cancellation(capsys, monkeypatch):
+    save = SimDevice.save
+
+    def bound(self, rng, plan, prefix, *, good):
+        copy = save(self, rng, plan, prefix, good=good)
+        asyncio.current_task().add_done_callback(lambda task: task.cancelled() and copy.cancel())
+        return copy
+
+    monkeypatch.setattr(SimDevice, "save", bound)
+    monkeypatch.setattr("kvtier.cli.sim._EXPLAINED", 0)  # to shorten it takes longer
+    args = ("--seed", "8", "--schedules", "1", "--sweep", "1", "--ops", "40")
+    status, found = report(capsys, *args, "--without", "cancels")
+    assert status == 1
+    assert found["schedules"] == 1
+    assert found["swept"] > 10
+    failure = found["failures"][0]
+    words = failure["replay"].split()
+    assert "--cancel" in words
+    status, again = report(capsys, *words[2:])
+    assert status == 1
+    assert again["failures"][0]["message"] == failure["message"]
+
+
 def test_a_mutation_that_nothing_notices_is_a_failure(capsys, monkeypatch):
     monkeypatch.setattr("kvtier.testing.simschedule.removed", lambda name: memoryview(b""))
     assert run(["sim", "--schedules", "1", "--mutate", "forget-the-checksum"]) == 1
@@ -131,6 +156,10 @@ def test_a_person_gets_a_table(capsys, tmp_path):
         (["--only", "99", "--schedules", "1"], "has clients 0 to"),
         (["--json", "/nowhere/at/all.json"], "cannot write"),
         (["--mutat", "all"], "did you mean"),
+        (["--sweep", "-1"], "--sweep"),
+        (["--cancel", "request-0.0:7"], "a task, a step and a phase"),
+        (["--cancel", "request-0.0:x:after"], "a task, a step and a phase"),
+        (["--cancel", "request-0.0:7:during"], "a task, a step and a phase"),
     ],
 )
 def test_bad_input_is_said_in_one_line(args, said, capsys):
