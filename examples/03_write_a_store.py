@@ -161,7 +161,7 @@ def main() -> int:
         header = Header(
             namespace=bytes(32),
             key=bytes(32),
-            parent=bytes(32),
+            parent=None,
             depth=0,
             part=Part(),
             raw_bytes=len(payload),

@@ -6,40 +6,34 @@ the flow loop and return a handle, or wait for it where they say so.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Self
 
-from kvtier.catalog.catalog import Catalog, Part, Shelf
+from kvtier.catalog.catalog import Found
 from kvtier.catalog.lease import Lease
 from kvtier.clock import Clock, monotonic
 from kvtier.config import Config
 from kvtier.copier import Pages
-from kvtier.copyplan import PLAN_VERSION, CopyPlan, PlanPart
+from kvtier.copyplan import CopyPlan
+from kvtier.depot import Depot
 from kvtier.device.base import Device
 from kvtier.errors import ConfigError, MisuseError
-from kvtier.flow import Moves, Saved
+from kvtier.flow import Saved
 from kvtier.identity.keys import TokenIds
 from kvtier.identity.namespace import Namespace, Request
-from kvtier.identity.record import split_record_id
-from kvtier.memory.arena import Arena, Slot
-from kvtier.metrics import Metrics
-from kvtier.opening import index_tiers, open_tiers
-from kvtier.policies.lru import Lru
+from kvtier.identity.shape import chunk_shape
+from kvtier.plans import BlockTable, Plans
 from kvtier.prefix import Namer, Prefix
-from kvtier.seams import CancelledError, Flow, ThreadFlow
+from kvtier.seams import Flow, ThreadFlow
 from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer
 
 __all__ = ["Cache", "Lease", "Match", "Prefix", "open_cache"]
 
-_CLOSE_SECONDS: Final = 30.0
-
-Issued = Lease | list[tuple[Part, Slot]]
-"""What a plan still holds: a load its lease, a save the slots it fills."""
+_CLEAR_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +42,14 @@ class Match:
 
     tokens: usable, a multiple of the engine's block, below the prompt's length. chunks: those
     that cover them; tiers: for each chunk, the slowest tier that one of its parts needs.
-    unknown: a shared tier may have more; ``fetch`` asks it.
+    known: chunks, from the first, that the index knows, usable or not. unknown: a shared tier may
+    have more; ``fetch`` asks it.
     """
 
     prefix: Prefix
     tokens: int
     tiers: tuple[str, ...]
+    known: int = 0
     unknown: bool = False
 
     @property
@@ -67,58 +63,42 @@ class Cache:
 
     def __init__(
         self,
-        config: Config,
+        config: Config | Depot,
         namespace: Namespace,
         *,
         shards: int = 1,
+        stages: int = 1,
         clock: Clock = monotonic,
         flow: Flow | None = None,
     ) -> None:
         self.namespace = namespace
-        self.metrics = Metrics()
         self.geometry = namespace.geometry
-        self._chunk = self.geometry.chunk_tokens
-        self._block = self.geometry.block_tokens[0]
-        self._shards = shards
-        self._namer = Namer(namespace, shards)
+        self.ranks = (shards, stages)
+        self.shape = shape = chunk_shape(self.geometry, shards, stages)
         self._pid = os.getpid()
-        self._flow: Flow = flow or ThreadFlow()
-        self._plan_lock = threading.Lock()
-        self._plans: dict[int, Issued] = {}
-        self._plan_id = 0
-        self._closing = False
+        self._closing = threading.Lock()
         self._closed = False
-        self._arena = Arena(config.dram, self._namer.nbytes)
-        self._arena_id = os.fstat(self._arena.fd).st_ino
-        with contextlib.ExitStack() as undo:
-            undo.callback(self._arena.close)
-            undo.callback(self._flow.close)
-            self._tiers = open_tiers(config, self._flow, self.metrics, clock, self._namer.nbytes)
-            for tier in self._tiers.values():
-                undo.callback(tier.close)
-            self._start(config, clock)
-            undo.pop_all()
+        if isinstance(config, Depot):
+            self._depot = depot = config
+            owner = depot.join(namespace, shape)
+        else:
+            self._depot = depot = Depot(config, namespace, shape, clock, flow or ThreadFlow())
+            owner = depot.catalog.owner(namespace.digest)
+        self.metrics = depot.metrics
+        self._catalog = depot.catalog
+        self._moves = depot.moves
+        self._namer = Namer(namespace, shape, owner)
+        self._plans = Plans(self._catalog, self.geometry, shape, depot.arena_id, depot.plan_ids)
 
-    def _start(self, config: Config, clock: Clock) -> None:
-        """Index what the tiers have, and start what runs in the background. Blocks."""
-        shelves = [Shelf("dram", Lru(), config.dram)] + [
-            Shelf(tier.name, Lru(), setting.capacity)
-            for tier, setting in zip(self._tiers.values(), config.tiers, strict=True)
-        ]
-        self._numbers = {shelf.name: number for number, shelf in enumerate(shelves)}
-        self._catalog = Catalog(self._arena, shelves, clock, self.metrics)
-        self._moves = Moves(
-            self._catalog,
-            self._arena,
-            self._tiers,
-            self.namespace.digest,
-            self._flow,
-            clock,
-            self.metrics,
-        )
-        sizes = dict(zip(self._namer.names, self._namer.nbytes, strict=True))
-        index_tiers(self._catalog, self._tiers, sizes)
-        self._reaper = self._flow.spawn(self._moves.reap())
+    def share(self, namespace: Namespace, *, shards: int = 1, stages: int = 1) -> Cache:
+        """Return a cache of another namespace on the same memory and tiers. Blocks briefly.
+
+        Each is closed by itself; the last one ends what they share. Raises ConfigError when its
+        parts are larger than those for which the memory was cut.
+        """
+        self._check()
+        _check_kinds(namespace, shards, stages)
+        return Cache(self._depot, namespace, shards=shards, stages=stages)
 
     # ---- match
 
@@ -139,31 +119,32 @@ class Cache:
         """
         self._check()
         prefix = tokens if isinstance(tokens, Prefix) else self.prefix(tokens, request)
-        found = self._catalog.match(prefix.names)
+        limit = prefix.limit
+        found = self._catalog.match(prefix.names, self.shape, limit)
         self.metrics.add("match_tokens", len(prefix.tokens))
-        limit = max(len(prefix.tokens) - 1, 0) // self._block * self._block
-        usable = min(len(found) * self._chunk, limit)
-        chunks = -(-usable // self._chunk)
-        names = list(self._numbers)
+        names = list(self._depot.numbers)
         unknown = (
-            len(found) < len(prefix.names)
-            and len(found) * self._chunk < limit
-            and self._moves.worth_asking(prefix.names[len(found)][0])
+            found.chunks < len(prefix.names)
+            and found.chunks * self.shape.chunk_tokens < limit
+            and self._moves.worth_asking(prefix.names[found.chunks][0])
         )
-        return Match(prefix, usable, tuple(names[tier] for tier in found[:chunks]), unknown)
+        tiers = tuple(names[tier] for tier in found.tiers)
+        return Match(prefix, found.tokens, tiers, found.chunks, unknown)
 
     # ---- lease, fetch
 
     def lease(self, match: Match, *, deadline: float, first: int = 0) -> Lease | None:
-        """Hold chunks [first, match.chunks), all in DRAM, for `deadline` seconds.
+        """Hold what the match needs of chunks from `first` on, all in DRAM, for `deadline` seconds.
 
-        None when there are none, or one is not in DRAM: ``fetch`` them. Memory only.
+        None when there is none, or a part is not in DRAM: ``fetch`` it. Memory only.
+        Raises MisuseError for a deadline that is not ahead.
         """
         self._check()
-        chunks = match.prefix.names[first : match.chunks]
-        if not chunks:
-            return None
-        return self._catalog.lease(first, chunks, deadline)
+        _check_ahead("a lease's deadline", deadline)
+        prefix = match.prefix
+        return self._catalog.lease(
+            prefix.names, self.shape, first, match.tokens, deadline, whole=True
+        )
 
     def fetch(
         self, match: Match, *, timeout: float, deadline: float, first: int = 0
@@ -173,75 +154,53 @@ class Cache:
         timeout: seconds until the result is what has arrived by then; deadline: of the lease,
         in seconds after that, whether anybody takes it or not.
         Where the match says that a shared tier may know more, it is asked.
+        Raises MisuseError for a deadline that is not ahead.
         """
         self._check()
-        limit = max(len(match.prefix.tokens) - 1, 0) // self._block * self._block
-        most = min(-(-limit // self._chunk), len(match.prefix.names))  # complete chunks only
-        last = most if match.unknown else match.chunks
+        _check_ahead("a lease's deadline", deadline)
+        found = Found(match.tokens, [], match.known)
         work = self._moves.fetch(
-            match.prefix, range(first, last), match.chunks, within=timeout, hold=deadline
+            match.prefix, first, found, ask=match.unknown, within=timeout, hold=deadline
         )
-        return FetchTransfer(self._flow.spawn(work))
+        return FetchTransfer(self._depot.flow.spawn(work))
 
     # ---- plans
 
     def plan_load(
-        self, lease: Lease, into: Sequence[int], *, start: int | None = None
+        self, lease: Lease, into: BlockTable, *, start: int | None = None
     ) -> CopyPlan | None:
         """Plan the copy of leased chunks into the engine's blocks, in token order.
 
-        into: ids of the blocks of tokens [start, start + len(into) x block); start: of the
-        lease's first chunk by default. None when the lease's deadline has passed. Memory only.
+        into: ids of the blocks of tokens from `start` on, one sequence for all components or one
+        for each, with ABSENT for blocks that the engine does not need; for states, the one place
+        that the state goes to. start: of the lease's first chunk by default. None when the
+        lease's deadline has passed. Memory only.
         Every plan must be settled, once its copies have ended, with ``settle``.
         Raises MisuseError when those are not whole blocks of the leased tokens.
         """
         self._check()
-        begin = lease.first * self._chunk
-        start = begin if start is None else start
-        stop = start + len(into) * self._block
-        if start < begin or start % self._block or stop > begin + lease.chunks * self._chunk:
-            raise MisuseError(
-                f"tokens {start}..{stop} are not blocks of the leased tokens "
-                f"{begin}..{begin + lease.chunks * self._chunk}"
-            )
-        if not self._catalog.issue(lease):
-            return None
-        parts: list[PlanPart] = []
-        for index, slots in enumerate(lease.slots):
-            chunk = begin + index * self._chunk
-            low, high = max(start, chunk), min(stop, chunk + self._chunk)
-            if low < high:
-                blocks = into[(low - start) // self._block : (high - start) // self._block]
-                parts += self._plan_parts(slots, low - chunk, blocks)
-        return self._new_plan("load", parts, lease)
+        return self._plans.load(lease, into, start)
 
     def plan_save(
-        self, prefix: Prefix, block_ids: Sequence[int], *, first: int = 0
+        self, prefix: Prefix, block_ids: BlockTable, *, first: int = 0
     ) -> CopyPlan | None:
         """Plan the copy of computed chunks into slots; None when there is nothing to save.
 
-        prefix: of accepted, computed tokens; block_ids: the request's block table from token 0.
+        prefix: of accepted, computed tokens; block_ids: the request's block table from token 0,
+        one for all components or one for each, with ABSENT for blocks that are gone; for states,
+        the place of the state after each chunk, or ABSENT. What has an absent block is not saved.
         first: chunks before it are known to be stored. Of a chunk that lost some of its parts
         the others are saved. Where no slot is free, the rest of the request stays unsaved, so
         that there are no holes. Memory only; every plan must be settled with ``settle``.
-        Raises MisuseError when the block table is shorter than the chunks.
+        Raises MisuseError when a block table is shorter than the chunks.
         """
         self._check()
-        per_chunk, chunks = self._chunk // self._block, len(prefix.names)
-        if len(block_ids) < chunks * per_chunk:
-            raise MisuseError(f"{len(block_ids)} blocks do not hold {chunks} chunks of {per_chunk}")
-        taken, refused = self._catalog.reserve(prefix.parts(first))
+        plan, refused = self._plans.save(prefix, block_ids, first, ())
         if refused:
             self.metrics.add("dropped_saves", refused, reason="busy")
-        if not taken:
-            return None
-        parts: list[PlanPart] = []
-        for part, slot in taken:
-            name = split_record_id(part.name)[1]
-            at = part.depth * per_chunk
-            blocks = tuple(block_ids[at : at + per_chunk])
-            parts.append(PlanPart(*slot, *name, first_token=0, blocks=blocks))
-        return self._new_plan("save", parts, taken)
+        if self.shape.windows:
+            self._catalog.outgrown(prefix.outgrown(first))
+        return plan
 
     def settle(self, plan: CopyPlan, result: CopyResult) -> None:
         """Report that a plan's copies have ended everywhere. Memory only.
@@ -252,15 +211,11 @@ class Cache:
         settle anything.
         """
         self._check_process()
-        if result.status is CopyStatus.TIMEOUT:
-            raise MisuseError("a copy that has not ended cannot be settled")
-        issued = self._plans.pop(plan.id, None)
-        if issued is None:
-            raise MisuseError(f"plan {plan.id} was not issued here, or was settled before")
-        ok = result.status is CopyStatus.OK
+        issued = self._plans.settled(plan, result)
         if isinstance(issued, Lease):
             self._catalog.settle(issued)
             return
+        ok = result.status is CopyStatus.OK
         self._moves.saved([Saved(part, slot, ok) for part, slot in issued])
 
     def loaded(self, match: Match, tiers: Mapping[str, int], first: int) -> None:
@@ -270,41 +225,47 @@ class Cache:
         """
         for tier, tokens in tiers.items():
             self.metrics.add("hit_tokens", tokens, tier=tier)
-        if any(tier.admission == "second-touch" for tier in self._tiers.values()):
+        if any(tier.admission == "second-touch" for tier in self._depot.tiers.values()):
             names = [name for chunk in match.prefix.names[first:] for name in chunk]
             self._moves.used(names)
 
     # ---- the worker's side
 
-    def bind(self, tensors: Any, device: Device, *, shard: int = 0) -> Pages:
+    def bind(self, tensors: Any, device: Device, *, shard: int = 0, stage: int = 0) -> Pages:
         """Bind one rank's KV tensors, one for each component, to this cache's arena.
 
-        shard: the rank's. Raises ConfigError for tensors that are not of the geometry.
+        shard, stage: the rank's. Raises ConfigError for tensors that are not of the geometry.
         """
         many = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-        return Pages(self.geometry, self._arena, self._arena_id, many, device, shard, self._shards)
+        depot = self._depot
+        shards, stages = self.ranks
+        return Pages(
+            self.geometry,
+            depot.arena,
+            depot.arena_id,
+            many,
+            device,
+            (shard, shards, stage, stages),
+        )
 
     # ---- life
 
-    def clear(self, tier: str, *, timeout: float = _CLOSE_SECONDS) -> None:
+    def clear(self, tier: str, *, timeout: float = _CLEAR_SECONDS) -> None:
         """Take everything that nobody holds out of a tier. Blocks.
 
         Raises ConfigError for a tier that this cache has not, and TimeoutError after `timeout`
         seconds; it goes on then.
         """
         self._check()
-        if tier not in self._numbers:
-            raise ConfigError(f"no tier {tier!r}; this cache has {', '.join(self._numbers)}")
-        self._flow.spawn(self._moves.clear(self._numbers[tier])).result(timeout)
+        numbers = self._depot.numbers
+        if tier not in numbers:
+            raise ConfigError(f"no tier {tier!r}; this cache has {', '.join(numbers)}")
+        self._depot.flow.spawn(self._moves.clear(numbers[tier])).result(timeout)
 
     def flush(self, *, timeout: float) -> bool:
         """Wait until all saves are published and written down; False when time runs out."""
         self._check()
-        try:
-            self._flow.spawn(self._moves.drained()).result(timeout)
-        except (TimeoutError, CancelledError):
-            return False
-        return True
+        return self._depot.flush(timeout)
 
     def figures(self) -> dict[str, float]:
         """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""
@@ -315,24 +276,15 @@ class Cache:
     def close(self) -> None:
         """Write down what waits, bounded, and end all threads. Idempotent. Blocks.
 
-        Copies in flight may go on: their slots' memory stays mapped until the last has ended.
+        What other caches share with it goes on until the last of them is closed. Copies in flight
+        may go on: their slots' memory stays mapped until the last has ended.
         """
-        if os.getpid() != self._pid:
+        if os.getpid() != self._pid or not self._closing.acquire(blocking=False):
             return
-        with self._plan_lock:
-            if self._closing:
-                return
-            self._closing = True
         try:
-            self.flush(timeout=_CLOSE_SECONDS)
+            self._depot.leave()
         finally:
             self._closed = True
-            self._reaper.cancel()
-            self._moves.close()
-            for tier in self._tiers.values():
-                tier.close()
-            self._flow.close()
-            self._arena.close()
 
     def __enter__(self) -> Self:
         """Return the cache."""
@@ -358,41 +310,33 @@ class Cache:
         if os.getpid() != self._pid:
             raise MisuseError("a cache does not cross fork; open one in the child")
 
-    def _new_plan(
-        self, kind: Literal["load", "save"], parts: list[PlanPart], issued: Issued
-    ) -> CopyPlan:
-        with self._plan_lock:
-            self._plan_id += 1
-            plan = CopyPlan(PLAN_VERSION, self._plan_id, kind, self._arena_id, tuple(parts))
-            self._plans[plan.id] = issued
-        return plan
 
-    def _plan_parts(
-        self, slots: Sequence[Slot], first_token: int, blocks: Sequence[int]
-    ) -> list[PlanPart]:
-        return [
-            PlanPart(*slot, *name, first_token=first_token, blocks=tuple(blocks))
-            for slot, name in zip(slots, self._namer.names, strict=True)
-        ]
-
-
-def _check_kinds(namespace: object, shards: object) -> None:
+def _check_kinds(namespace: object, shards: object, stages: object) -> None:
     if not isinstance(namespace, Namespace):
         raise ConfigError(f"namespace must be a kvtier.Namespace, not {namespace!r}")
-    if not isinstance(shards, int) or shards < 1:
-        raise ConfigError(f"shards must be a whole number from 1 on, not {shards!r}")
+    for what, count in (("shards", shards), ("stages", stages)):
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"{what} must be a whole number from 1 on, not {count!r}")
 
 
-def open_cache(*tiers: str | Config, namespace: Namespace, shards: int = 1) -> Cache:
-    """Open a cache from URLs, DRAM first, or one Config; `shards` is the number of ranks.
+def _check_ahead(what: str, seconds: float) -> None:
+    if not 0 < seconds < float("inf"):  # so that NaN fails too
+        raise MisuseError(f"{what} lies {seconds} seconds ahead; it must be in the future")
 
+
+def open_cache(
+    *tiers: str | Config, namespace: Namespace, shards: int = 1, stages: int = 1
+) -> Cache:
+    """Open a cache from URLs, DRAM first, or one Config.
+
+    shards and stages: ranks of tensor and of pipeline parallelism.
     Blocks while memory is taken and tiers are reopened.
     Raises ConfigError with cause and remedy.
     """
-    _check_kinds(namespace, shards)
+    _check_kinds(namespace, shards, stages)
     if len(tiers) == 1 and isinstance(tiers[0], Config):
-        return Cache(tiers[0], namespace, shards=shards)
+        return Cache(tiers[0], namespace, shards=shards, stages=stages)
     urls = [tier for tier in tiers if isinstance(tier, str)]
     if len(urls) < len(tiers):
         raise ConfigError("pass tiers as URLs, or one Config")
-    return Cache(Config.from_urls(urls), namespace, shards=shards)
+    return Cache(Config.from_urls(urls), namespace, shards=shards, stages=stages)

@@ -9,7 +9,15 @@ from typing import Any, Final
 from kvtier.copyplan import CopyPlan, PlanPart
 from kvtier.device.base import Copy, Device, Fence
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
-from kvtier.identity.geometry import DTYPE_BYTES, Geometry
+from kvtier.identity.geometry import (
+    DTYPE_BYTES,
+    Component,
+    Geometry,
+    Needs,
+    component_shards,
+    stage_layers,
+)
+from kvtier.identity.record import Part
 from kvtier.memory.arena import Arena
 from kvtier.transfer import CopyTransfer
 
@@ -23,7 +31,10 @@ class Pages:
 
     tensors: for each component of the geometry, in its order, the rank's KV tensor, shaped
     [layers, planes, blocks, block tokens, heads, head size] (any leading dimensions whose
-    product is layers x planes will do). Calls enqueue and return; they come from one thread.
+    product is layers x planes will do); of states [layers, planes, places, heads, head size].
+    rank: its shard, of so many, and its stage, of so many. Where several ranks hold the same
+    bytes, the first of them saves, and all load.
+    Calls enqueue and return; they come from one thread.
     """
 
     def __init__(
@@ -33,29 +44,27 @@ class Pages:
         arena_id: int,
         tensors: Sequence[Any],
         device: Device,
-        shard: int = 0,
-        shards: int = 1,
+        rank: tuple[int, int, int, int] = (0, 1, 0, 1),
     ) -> None:
+        shard, shards, stage, stages = rank
         if not 0 <= shard < shards:
             raise ConfigError(f"shard {shard} is not one of {shards}")
+        if not 0 <= stage < stages:
+            raise ConfigError(f"stage {stage} is not one of {stages}")
         if len(tensors) != len(geometry.components):
             raise ConfigError(
                 f"{len(geometry.components)} components need as many KV tensors, not {len(tensors)}"
             )
-        self._geometry = geometry
         self._arena = arena
         self._arena_id = arena_id
         self._pid = os.getpid()
         self._device = device
-        self._shard = shard
-        self._shards = shards
         self._block_tokens = geometry.block_tokens[0]
-        self._pages = []
-        for component, tensor in zip(geometry.components, tensors, strict=True):
-            row = component.heads * component.head_size * DTYPE_BYTES[geometry.dtype]
-            block_bytes = self._block_tokens * row // shards
-            planes = component.layers * component.planes
-            self._pages.append(device.pages(tensor, planes, block_bytes))
+        self._chunk_blocks = geometry.chunk_tokens // self._block_tokens
+        self._kinds = [
+            _Kind(geometry, component, device, tensor, rank)
+            for component, tensor in zip(geometry.components, tensors, strict=True)
+        ]
 
     def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
         """Enqueue a plan's copies, ordered after the fences. Does not block.
@@ -69,29 +78,31 @@ class Pages:
             raise MisuseError("bound KV does not cross fork; open a cache in the child")
         if plan.arena != self._arena_id:
             raise ProtocolError("the plan belongs to another arena")
-        copies = [copy for part in plan.parts if (copy := self._copy(part))]
+        saves = plan.kind == "save"
+        copies = [copy for part in plan.parts if (copy := self._copy(part, saves=saves))]
         blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
-        tokens = len(blocks) * self._block_tokens
-        if plan.kind == "save":
+        if saves:
             fence = self._device.gather(self._device.stream("store"), copies, after)
-            return CopyTransfer((fence,), tokens, blocks)
+            return CopyTransfer((fence,), plan.tokens, blocks)
         stream = self._device.stream("load")
         groups = self._device.scatter(stream, copies, after, _LOAD_GROUPS)
-        return CopyTransfer(groups, tokens, blocks)
+        return CopyTransfer(groups, plan.tokens, blocks)
 
-    def _copy(self, part: PlanPart) -> Copy | None:
-        """Check a part and return its copy; None for the part of another rank's shard."""
-        if part.component >= len(self._pages):
+    def _copy(self, part: PlanPart, *, saves: bool) -> Copy | None:
+        """Check a part and return its copy; None for one that is another rank's to copy."""
+        if part.component >= len(self._kinds):
             raise ProtocolError(f"the plan names component {part.component}")
-        if part.shard >= part.shards or part.shards != self._shards:
+        kind = self._kinds[part.component]
+        name = Part(part.component, part.shard, part.shards, part.stage, part.stages)
+        if (name.shards, name.stages) != (kind.shards, kind.stages) or not _possible(name):
             raise ProtocolError(
-                f"the plan names shard {part.shard} of {part.shards}; here are {self._shards}"
+                f"the plan names shard {name.shard} of {name.shards}, stage {name.stage} of "
+                f"{name.stages}; here are {kind.shards} shards and {kind.stages} stages"
             )
-        if part.shard != self._shard:
+        if (name.shard, name.stage) != (kind.shard, kind.stage) or (saves and not kind.saves):
             return None
-        pages = self._pages[part.component]
-        planes, count, block_bytes = pages.shape
-        chunk_blocks = self._geometry.chunk_tokens // self._block_tokens
+        planes, count, block_bytes = kind.pages.shape
+        chunk_blocks = 1 if kind.state else self._chunk_blocks
         first, odd = divmod(part.first_token, self._block_tokens)
         raw = planes * chunk_blocks * block_bytes
         if odd or first + len(part.blocks) > chunk_blocks or raw > part.nbytes:
@@ -104,4 +115,30 @@ class Pages:
             )
         memory = self._arena.memory[part.offset : part.offset + raw]
         slot = memory.reshape(planes, chunk_blocks, block_bytes)
-        return Copy(pages, part.blocks, slot[:, first : first + len(part.blocks)])
+        return Copy(kind.pages, part.blocks, slot[:, first : first + len(part.blocks)])
+
+
+class _Kind:
+    """One component's blocks on this rank. rank: shard, shards, stage, stages."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        component: Component,
+        device: Device,
+        tensor: Any,
+        rank: tuple[int, int, int, int],
+    ) -> None:
+        shard, shards, self.stage, self.stages = rank
+        self.shards = component_shards(component, shards)
+        self.shard, turn = divmod(shard, shards // self.shards)
+        self.saves = not turn  # of the ranks that hold the same bytes, the first
+        self.state = component.needs is Needs.LAST
+        row = component.heads * component.head_size * DTYPE_BYTES[geometry.dtype] // self.shards
+        planes = len(stage_layers(component, self.stage, self.stages)) * component.planes
+        tokens = 1 if self.state else geometry.block_tokens[0]
+        self.pages = device.pages(tensor, planes, tokens * row)
+
+
+def _possible(name: Part) -> bool:
+    return name.shard < name.shards and name.stage < name.stages

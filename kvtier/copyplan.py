@@ -14,17 +14,18 @@ from kvtier.errors import ProtocolError
 
 __all__ = ["PLAN_VERSION", "CopyPlan", "PlanPart"]
 
-PLAN_VERSION: Final = 1
+PLAN_VERSION: Final = 2
 _MAX_BYTES: Final = 64 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class PlanPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Copy of some tokens of one part.
+    """Copy of some tokens of one part, or of one state.
 
-    offset, nbytes, serial: the slot. component, shard, shards: the part. first_token: within
-    the chunk, a multiple of the block; blocks: the engine's block ids, in token order.
+    offset, nbytes, serial: the slot. component to stages: the part. first_token: within the
+    chunk, a multiple of the block; blocks: the engine's block ids, in token order, or the id of
+    the one place of a state.
     """
 
     offset: _Count
@@ -33,17 +34,23 @@ class PlanPart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     component: _Count
     shard: _Count
     shards: _Count
+    stage: _Count
+    stages: _Count
     first_token: _Count
     blocks: tuple[_Count, ...]
 
 
 class CopyPlan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One load or save of one request. `id` is the issuing cache's, `arena` its arena's."""
+    """One load or save of one request. `id` is the issuing cache's, `arena` its arena's.
+
+    tokens: that a load makes valid, from its first, or whose parts a save keeps.
+    """
 
     version: int
     id: _Count
     kind: Literal["load", "save"]
     arena: _Count
+    tokens: _Count
     parts: tuple[PlanPart, ...]
 
     def __bytes__(self) -> bytes:

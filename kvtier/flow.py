@@ -1,4 +1,4 @@
-"""What moves between tiers, for one namespace: publish, spill, probe and fetch, on the flow loop.
+"""What moves between tiers: publish, spill, probe and fetch, on the flow loop.
 
 Each multi-step move is one coroutine that reads from top to bottom.
 """
@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier.catalog.catalog import LOT, Catalog, Part
+from kvtier.catalog.catalog import LOT, Catalog, Found, Part
 from kvtier.catalog.fetch import Fetcher
 from kvtier.catalog.lease import Lease
 from kvtier.catalog.probe import Probe, search
@@ -35,6 +35,7 @@ __all__ = ["Moves", "Saved"]
 _log = logging.getLogger("kvtier")
 _HASH_THREADS: Final = 1
 _EXPIRE_SECONDS: Final = 0.25
+_ENDS: Final = 32  # chunks before the end of a prefix, where windows and states are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +48,13 @@ class Saved:
 
 
 class Moves:
-    """The coroutines of one cache. All are started through the Flow, and run on its loop."""
+    """The coroutines of one Depot. All are started through the Flow, and run on its loop."""
 
     def __init__(
         self,
         catalog: Catalog,
         arena: Arena,
         tiers: Mapping[int, Tier],
-        namespace: bytes,
         flow: Flow,
         clock: Clock,
         metrics: Metrics,
@@ -64,16 +64,16 @@ class Moves:
         self._flow = flow
         self._metrics = metrics
         strays = {number: Strays(tier) for number, tier in tiers.items()}
-        self._fetcher = Fetcher(catalog, arena, tiers, namespace, strays)
+        self._fetcher = Fetcher(catalog, arena, tiers, strays)
         self._spillers = {
-            number: Spiller(catalog, arena, number, tier, namespace, metrics, strays[number])
+            number: Spiller(catalog, arena, number, tier, metrics, strays[number])
             for number, tier in tiers.items()
         }
         self._shared = {n: t for n, t in tiers.items() if t.store.capabilities.shared}
         self._clock = clock
         self._report = Reporter(clock)
         self._probe = Probe(clock)
-        self._asking: set[asyncio.Task[int]] = set()
+        self._asking: set[asyncio.Task[bool]] = set()
         self._hashing = IoPool("hash", _HASH_THREADS)
         self._saved: deque[list[Saved]] = deque()
         self._publishing = asyncio.Lock()
@@ -163,55 +163,74 @@ class Moves:
         return bool(self._shared) and self._probe.due(name)
 
     async def fetch(
-        self, prefix: Prefix, chunks: range, known: int, *, within: float, hold: float
+        self, prefix: Prefix, first: int, found: Found, *, ask: bool, within: float, hold: float
     ) -> Lease | None:
         """Bring chunks of a prompt up into DRAM and lease them.
 
-        chunks: from the first that is wanted to the last that could be had; known: how many the
-        index knew, counted from the prompt's first; what follows is asked of the shared tiers.
-        Takes `within` seconds at most, a tier that does not answer included.
+        first: the first chunk that is wanted; found: what the index knew; ask: the shared tiers
+        too, for what follows that. Takes `within` seconds at most, a tier that does not answer
+        included.
         """
-        count, until = known, self._clock() + within
-        if known < chunks.stop:
-            count += await self._ask_within(prefix.parts(known, chunks.stop), within)
-        names = prefix.names[chunks.start : count]
-        if not names:
+        until = self._clock() + within
+        if ask and await self._ask_within(prefix, found.chunks, within):
+            found = self._catalog.match(prefix.names, prefix.shape, prefix.limit)
+        if found.tokens <= first * prefix.shape.chunk_tokens:
             return None
         left = max(until - self._clock(), 0.0)
-        lease = await self._fetcher.fetch(chunks.start, names, within=left, hold=hold)
+        lease = await self._fetcher.fetch(prefix, first, found.tokens, within=left, hold=hold)
         if lease is not None:
-            self.offer([name for chunk in names[: lease.chunks] for name in chunk])
+            self.offer([name for chunk in lease.names for name in chunk])
         return lease
 
-    async def _ask_within(self, parts: Sequence[Sequence[Part]], seconds: float) -> int:
-        """Ask the shared tiers; 0 when they have not answered in time.
+    async def _ask_within(self, prefix: Prefix, known: int, seconds: float) -> bool:
+        """Ask the shared tiers for what they have of a prompt beyond the `known` chunks.
 
-        Their answer is still taken then: the next match knows it.
+        False when they have not answered in time, or have nothing. A late answer is taken all
+        the same: the next match knows it.
         """
-        asking = asyncio.create_task(self._ask(parts), name="ask")
+        asking = asyncio.create_task(self._ask(prefix, known), name="ask")
         self._asking.add(asking)  # the loop itself keeps only a weak reference
         asking.add_done_callback(self._asking.discard)
         await asyncio.wait((asking,), timeout=seconds)
-        return asking.result() if asking.done() else 0
+        return asking.done() and asking.result()
 
-    async def _ask(self, parts: Sequence[Sequence[Part]]) -> int:
-        """Return how many further chunks a shared tier says it has, and index them."""
+    async def _ask(self, prefix: Prefix, known: int) -> bool:
+        """Index what a shared tier says it has of a prompt; say whether it has anything."""
+        shape = prefix.shape
+        stop = min(-(-prefix.limit // shape.chunk_tokens), len(prefix.names))
+        places = shape.always or tuple(range(len(shape.names)))
         for number, tier in self._shared.items():
 
-            async def ask(places: Sequence[int], tier: Tier = tier) -> list[bool]:
-                names = [part.name for place in places for part in parts[place]]
+            async def ask(chunks: Sequence[int], tier: Tier = tier) -> list[bool]:
+                names = [prefix.names[known + chunk][at] for chunk in chunks for at in places]
                 answers = iter(await tier.contains(names))
-                found = [{next(answers) for _ in parts[place]} for place in places]
+                found = [{next(answers) for _ in places} for _ in chunks]
                 return [statuses == {Status.OK} for statuses in found]
 
-            found = await search(len(parts), ask)
-            for chunk in parts[:found]:
-                for part in chunk:
-                    self._catalog.stored(part, number, tier.footprint(part.nbytes))
-            if found:
-                return found
-        self._probe.missing(parts[0][0].name)
-        return 0
+            found = known + await search(stop - known, ask)
+            if found > known:
+                parts = [prefix.part(c, at) for c in range(known, found) for at in places]
+                self._note(parts, number, tier)
+                await self._ask_for_ends(prefix, found, number, tier)
+                return True
+        self._probe.missing(prefix.names[known][0])
+        return False
+
+    async def _ask_for_ends(self, prefix: Prefix, stop: int, number: int, tier: Tier) -> None:
+        """Index the windows and states that a shared tier has of a prompt's last chunks."""
+        shape = prefix.shape
+        if shape.plain or not shape.always:
+            return
+        chunks = range(max(stop - _ENDS, 0), stop)
+        rest = [at for at in range(len(shape.names)) if at not in shape.always]
+        parts = [prefix.part(chunk, at) for chunk in chunks for at in rest]
+        answers = await tier.contains([part.name for part in parts])
+        there = [part for part, answer in zip(parts, answers, strict=True) if answer is Status.OK]
+        self._note(there, number, tier)
+
+    def _note(self, parts: Sequence[Part], number: int, tier: Tier) -> None:
+        for part in parts:
+            self._catalog.stored(part, number, tier.footprint(part.nbytes))
 
     # ---- clear, expire
 

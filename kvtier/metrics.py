@@ -37,6 +37,7 @@ def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
 _ROWS: Final = (
     _counter("match_tokens", "tokens", "Tokens of prompts that were matched against the index"),
     _counter("hit_tokens", "tokens", "Tokens that were loaded, by the tier they came from", "tier"),
+    _counter("refused_fetches", "fetches", "Fetches refused since too much was being read"),
     _counter("saved_chunks", "chunks", "Chunks that were committed to DRAM"),
     _counter("dropped_saves", "chunks", "Chunks that were not saved, and why", "reason"),
     _counter("evicted_parts", "parts", "Parts that left a tier to make room", "tier"),

@@ -10,7 +10,6 @@ from kvtier.clock import Clock
 from kvtier.config import Config, TierConfig, load_store, store_types
 from kvtier.errors import ConfigError, unknown
 from kvtier.identity.record import Part as PartName
-from kvtier.identity.record import record_id
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow
 from kvtier.tiers.store import Store
@@ -71,12 +70,14 @@ def _check_room(tier: Tier, capacity: int | None, part_bytes: Sequence[int]) -> 
         )
 
 
-def index_tiers(catalog: Catalog, tiers: Mapping[int, Tier], sizes: Mapping[PartName, int]) -> None:
+def index_tiers(
+    catalog: Catalog, tiers: Mapping[int, Tier], sizes: Mapping[tuple[bytes, PartName], int]
+) -> None:
     """Index what the tiers of this host hold, before anything is served. Blocks.
 
     Records of other namespaces count against the budget and may be evicted, and are never
     matched. A shared tier is not listed: it is asked, prompt by prompt.
-    sizes: raw bytes of each of this namespace's parts, whatever a record says of itself.
+    sizes: raw bytes of parts, by namespace and part, whatever a record says of itself.
     Raises ConfigError when a tier cannot be listed: what is not counted would exceed its budget.
     """
     for number, tier in tiers.items():
@@ -85,9 +86,9 @@ def index_tiers(catalog: Catalog, tiers: Mapping[int, Tier], sizes: Mapping[Part
             continue
         try:
             for header in tier.store.scan():
-                parent = record_id(header.parent, header.part) if header.depth else None
-                nbytes = sizes.get(header.part, header.raw_bytes)
-                part = Part(header.id, parent, header.depth, nbytes)
+                nbytes = sizes.get((header.namespace, header.part), header.raw_bytes)
+                owner = catalog.owner(header.namespace)
+                part = Part(header.id, header.parent, header.depth, nbytes, owner)
                 catalog.stored(part, number, tier.footprint(header.stored_bytes))
         except Exception as error:
             raise ConfigError(

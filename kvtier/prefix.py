@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from kvtier.catalog.catalog import Part
 from kvtier.identity.keys import TokenIds, as_tokens, chunk_keys
 from kvtier.identity.namespace import Namespace, Request, root_key
-from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import RecordId, record_id
+from kvtier.identity.shape import NO_PARENT, Shape
 
 __all__ = ["Namer", "Prefix"]
 
@@ -23,50 +23,59 @@ _PLAIN: Final = Request()
 class Prefix:
     """tokens: int32 [n]. keys: of the complete chunks; names: for each, of its parts.
 
-    nbytes: raw bytes of each part of a chunk.
+    shape: of a chunk; owner: the namespace, as the catalog numbers it.
     """
 
     tokens: NDArray[np.int32]
     keys: list[bytes]
     names: list[tuple[RecordId, ...]]
-    nbytes: tuple[int, ...]
+    shape: Shape
     request: Request
+    owner: int = 0
+
+    @property
+    def limit(self) -> int:
+        """Tokens of it that can be loaded: whole blocks, and the last token is computed."""
+        block = self.shape.block_tokens
+        return max(len(self.tokens) - 1, 0) // block * block
+
+    def part(self, chunk: int, at: int, level: int = 0) -> Part:
+        """Return the part at a position of a chunk, with its parent's name."""
+        shape = self.shape
+        above = shape.above[at]
+        parent = self.names[chunk - 1][above] if chunk and above != NO_PARENT else None
+        return Part(self.names[chunk][at], parent, chunk, shape.nbytes[at], self.owner, level)
 
     def parts(self, first: int, stop: int | None = None) -> list[tuple[Part, ...]]:
-        """Return the parts of chunks [first, stop), each with its parent's name."""
-        orphan: tuple[RecordId | None, ...] = (None,) * len(self.nbytes)
+        """Return the parts of chunks [first, stop)."""
+        chunks = range(first, len(self.names) if stop is None else stop)
+        places = range(len(self.shape.names))
+        return [tuple(self.part(chunk, at) for at in places) for chunk in chunks]
+
+    def outgrown(self, first: int) -> list[RecordId]:
+        """Return the parts that windows left behind as the prefix grew from `first` chunks."""
+        size = self.shape.chunk_tokens
+        end = len(self.names) * size
         return [
-            tuple(
-                Part(name, above, depth, size)
-                for name, above, size in zip(
-                    self.names[depth],
-                    self.names[depth - 1] if depth else orphan,
-                    self.nbytes,
-                    strict=True,
-                )
-            )
-            for depth in range(first, len(self.names) if stop is None else stop)
+            self.names[chunk][at]
+            for at, window in self.shape.windows
+            for chunk in range(max(first * size - window, 0) // size, (end - window) // size)
         ]
 
     def head(self, tokens: NDArray[np.int32], chunks: int) -> Prefix:
         """Return the first `chunks` chunks, as the prefix of `tokens`."""
-        return Prefix(tokens, self.keys[:chunks], self.names[:chunks], self.nbytes, self.request)
+        names = self.names[:chunks]
+        return Prefix(tokens, self.keys[:chunks], names, self.shape, self.request, self.owner)
 
 
 class Namer:
-    """Names prompts' parts for one namespace and one number of shards."""
+    """Names prompts' parts for one namespace, the shape of its chunks, and its number."""
 
-    def __init__(self, namespace: Namespace, shards: int) -> None:
-        geometry = namespace.geometry
+    def __init__(self, namespace: Namespace, shape: Shape, owner: int = 0) -> None:
+        self.shape = shape
+        self.owner = owner
         self._namespace = namespace
-        self._chunk_tokens = geometry.chunk_tokens
-        self.names = tuple(
-            PartName(component, shard, shards)
-            for component in range(len(geometry.components))
-            for shard in range(shards)
-        )
-        self.nbytes = tuple(geometry.part_bytes(name) for name in self.names)
-        self._suffixes = tuple(record_id(b"", name) for name in self.names)
+        self._suffixes = tuple(record_id(b"", name) for name in shape.names)
 
     def prefix(self, tokens: TokenIds, request: Request | None, known: Prefix | None) -> Prefix:
         """Name a prompt; what `known`, an earlier state of it, has is not hashed again.
@@ -78,9 +87,8 @@ class Namer:
         if known is not None and known.request != request:
             known = None
         root = root_key(self._namespace, request)
-        keys = chunk_keys(
-            root, ids, self._chunk_tokens, request.spans, known=known.keys if known else ()
-        )
+        size = self.shape.chunk_tokens
+        keys = chunk_keys(root, ids, size, request.spans, known=known.keys if known else ())
         # A column for each part, so that one long prompt costs one comprehension.
         columns = [[key + suffix for key in keys] for suffix in self._suffixes]
-        return Prefix(ids, keys, list(zip(*columns, strict=True)), self.nbytes, request)
+        return Prefix(ids, keys, list(zip(*columns, strict=True)), self.shape, request, self.owner)

@@ -59,7 +59,7 @@ _LOOK_FIRST: Final = 1 << 20  # a PUT of more bytes is worth a look whether it i
 _SCAN_BATCH: Final = 256  # headers asked for before the first of them is yielded
 _KEY_HEX: Final = 64  # characters of a name that are the chunk key; the part follows a dash
 
-_NAME: Final = re.compile(r"([0-9a-f]{64})-([0-9a-f]{12})")
+_NAME: Final = re.compile(r"([0-9a-f]{64})-([0-9a-f]{20})")
 _TOTAL: Final = re.compile(r"bytes \d+-\d+/(\d+)")
 
 

@@ -29,7 +29,7 @@ from kvtier.storage_backends.slab import PAGE, FileIO, Segment
 
 __all__ = ["FIXED_BYTES", "FORMAT", "SlabDirectory", "boot_id", "config_error"]
 
-FORMAT: Final = b"kvtier slab store, format 1\n"
+FORMAT: Final = b"kvtier slab store, format 2\n"
 
 FIXED_BYTES: Final = 64 << 10
 """Charged for the small files, the self-test and the directory itself."""

@@ -7,106 +7,153 @@ publish. Nothing is visible before its bytes are whole, and nothing held is ever
 
 from __future__ import annotations
 
-import itertools
 import os
-import threading
-from collections.abc import Container, Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
+from kvtier.catalog.below import LOT, Below, Part, Victim
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease, Leases, LeaseState
-from kvtier.catalog.shelf import Room, Shelf
+from kvtier.catalog.owners import Owners, Quota
+from kvtier.catalog.shelf import Room, Shelf, Victims
+from kvtier.catalog.usable import usable_tokens
 from kvtier.clock import Clock
 from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
+from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 
-__all__ = ["LOT", "Catalog", "Part", "Shelf", "Victim"]
-
-LOT: Final = 256
-"""Parts that leave a tier at a time: taking out more would hold the lock for milliseconds."""
+__all__ = ["LOT", "Catalog", "Found", "Part", "Shelf", "Victim"]
 
 
-class Part(NamedTuple):
-    """One part that a caller wants reserved: its name, its parent's, and its raw bytes."""
+class Found(NamedTuple):
+    """What a match found: usable tokens, the tier of each chunk that they need, chunks known.
 
-    name: RecordId
-    parent: RecordId | None
-    depth: int
-    nbytes: int
+    tiers: the slowest that one of the chunk's needed parts has to come from. chunks: those, from
+    the first, that have what every chunk needs, usable or not.
+    """
 
-
-class Victim(NamedTuple):
-    """A part that has left a slower tier's index and must be deleted from its Store."""
-
-    row: int
-    name: RecordId
-    charged: int
+    tokens: int
+    tiers: list[int]
+    chunks: int
 
 
-class Catalog:
+class Catalog(Below):
     """Index, arena and leases behind one lock."""
 
     def __init__(
-        self, arena: Arena, shelves: Sequence[Shelf], clock: Clock, metrics: Metrics
+        self,
+        arena: Arena,
+        shelves: Sequence[Shelf],
+        clock: Clock,
+        metrics: Metrics,
+        quotas: Mapping[str, Quota] | None = None,
     ) -> None:
-        self._room = Room(arena, shelves, metrics)
-        self._index = self._room.index
-        self._shelves = self._room.shelves
-        self._metrics = metrics
-        self._lock = threading.Lock()
+        super().__init__(Room(arena, shelves, metrics, Owners(quotas)), metrics)
         self._pid = os.getpid()
         self._leases = Leases(self._room, clock, metrics)
 
+    def owner(self, digest: bytes, tenant: str | None = None) -> int:
+        """Return the number of a namespace. tenant: its own, where that is known."""
+        with self._lock:
+            number = self._owners.number(digest)
+            if tenant is not None:
+                self._room.assign(number, self._owners.share_of(tenant))
+            return number
+
     # ---- match
 
-    def match(self, names: Sequence[Sequence[RecordId]]) -> list[int]:
-        """Return, for each chunk from the first, the fastest tier that has all its parts.
+    def match(self, names: Sequence[Sequence[RecordId]], shape: Shape, limit: int) -> Found:
+        """Return the longest usable prefix, at most `limit` tokens, and where its parts are.
 
-        names: for each chunk the names of its parts. Ends at the first chunk of which a part is
-        in no tier. Touches what it found, deepest first, so that heads outlive tails.
+        names: for each chunk the names of its parts. What the prefix needs counts as used.
         """
         with self._lock:
-            find, present = self._index.rows.get, self._index.present
-            found: list[int] = []
-            rows: list[int] = []
-            for parts in names:
-                slowest = 1
-                for name in parts:
-                    row = find(name, NO_ROW)
-                    bits = present[row] if row != NO_ROW else 0
-                    if not bits:
-                        self._room.touch(rows)
-                        return found
-                    slowest = max(slowest, bits & -bits)
-                    rows.append(row)
-                found.append(slowest.bit_length() - 1)
-            self._room.touch(rows)
-            return found
+            return (
+                self._match_plain(names, shape, limit)
+                if shape.plain
+                else (self._match_hybrid(names, shape, limit))
+            )
+
+    def _match_plain(self, names: Sequence[Sequence[RecordId]], shape: Shape, limit: int) -> Found:
+        """Match where every chunk needs all its parts: one pass, which ends at the first gap."""
+        find, present = self._index.rows.get, self._index.present
+        tiers: list[int] = []
+        rows: list[int] = []
+        for parts in names:
+            slowest = 1
+            for name in parts:
+                row = find(name, NO_ROW)
+                bits = present[row] if row != NO_ROW else 0
+                if not bits:
+                    slowest = 0
+                    break
+                slowest = max(slowest, bits & -bits)
+                rows.append(row)
+            if not slowest:
+                break
+            tiers.append(slowest.bit_length() - 1)
+        self._room.touch(rows)
+        size, block = shape.chunk_tokens, shape.block_tokens
+        tokens = min(len(tiers) * size, limit // block * block)
+        return Found(tokens, tiers[: -(-tokens // size)], len(tiers))
+
+    def _match_hybrid(self, names: Sequence[Sequence[RecordId]], shape: Shape, limit: int) -> Found:
+        find, present = self._index.find, self._index.present
+
+        def has(chunk: int, at: int) -> bool:
+            row = find(names[chunk][at])
+            return row != NO_ROW and bool(present[row])
+
+        tokens, chunks = usable_tokens(shape, len(names), limit, has)
+        rows: list[int] = []
+        tiers: list[int] = []
+        for chunk in range(-(-tokens // shape.chunk_tokens)):
+            slowest = 1
+            for at in shape.needed(tokens, chunk):
+                row = find(names[chunk][at])
+                slowest = max(slowest, present[row] & -present[row])
+                rows.append(row)
+            tiers.append(slowest.bit_length() - 1)
+        self._room.touch(rows)
+        return Found(tokens, tiers, chunks)
 
     # ---- leases
 
     def lease(
-        self, first: int, names: Sequence[Sequence[RecordId]], seconds: float
+        self,
+        names: Sequence[Sequence[RecordId]],
+        shape: Shape,
+        first: int,
+        tokens: int,
+        seconds: float,
+        *,
+        whole: bool,
     ) -> Lease | None:
-        """Hold the slots of chunks that are all in DRAM; None when one is not (any more)."""
-        with self._lock:
-            rows = tuple(tuple(self._index.find(name) for name in parts) for parts in names)
-            if not all(self._room.in_dram(row) for parts in rows for row in parts):
-                return None
-            for parts in rows:
-                for row in parts:
-                    self._index.hold(row, 1)
-            sources = (self._shelves[DRAM].name,) * len(rows)
-            return self._leases.new(first, rows, sources, seconds, self._end_lease)
+        """Hold the slots of what a prefix needs of the chunks from `first` on, all in DRAM.
 
-    def adopt(
-        self, first: int, rows: Sequence[tuple[int, ...]], sources: Sequence[str], seconds: float
-    ) -> Lease:
-        """Turn holds that a fetch took on chunks now in DRAM into a lease."""
+        tokens: the prefix's length. not whole: where DRAM has not all of it, the longest shorter
+        one. None when there is none beyond the first `first` chunks.
+        """
         with self._lock:
-            return self._leases.new(first, tuple(rows), tuple(sources), seconds, self._end_lease)
+            find, present = self._index.find, self._index.present
+
+            def has(chunk: int, at: int) -> bool:
+                if chunk < first:  # the engine has it
+                    return True
+                row = find(names[chunk][at])
+                return row != NO_ROW and bool(present[row] & 1)
+
+            size = shape.chunk_tokens
+            usable, _ = usable_tokens(shape, -(-tokens // size), tokens, has)
+            if usable <= first * size or (whole and usable < tokens):
+                return None
+            held = tuple(
+                tuple(names[chunk][at] for at in shape.needed(usable, chunk))
+                for chunk in range(first, -(-usable // size))
+            )
+            return self._leases.new(first, usable, held, seconds, self._end_lease)
 
     def issue(self, lease: Lease) -> bool:
         """Note that a CopyPlan of the lease goes out; False when its deadline has passed."""
@@ -129,6 +176,7 @@ class Catalog:
         """End leases whose deadline has passed; return how many are left."""
         with self._lock:
             self._leases.expire()
+            self._room.settle_touches(1)
             return len(self._leases)
 
     def _end_lease(self, lease: Lease) -> None:
@@ -151,9 +199,11 @@ class Catalog:
             self._leases.expire()
             room, find = self._room, self._index.find
             lacking = [c for c in chunks if not all(room.known(find(part.name)) for part in c)]
+            if not lacking:
+                return [], 0
             needed = (name for chunk in lacking for part in chunk for name in part[:2] if name)
             kept = room.hold_names(needed)
-            victims = room.victims(DRAM)
+            victims = Victims(room, lacking[0][0].owner)
             taken: list[tuple[Part, Slot]] = []
             count = 0
             for chunk in lacking:
@@ -166,27 +216,28 @@ class Catalog:
             room.unhold(kept)
             return taken, len(lacking) - count
 
-    def _reserve(
-        self, parts: Sequence[Part], kept: list[int], victims: Iterator[int]
-    ) -> list[Slot]:
+    def _reserve(self, parts: Sequence[Part], kept: list[int], victims: Victims) -> list[Slot]:
         """Reserve all of some parts of one chunk, or none."""
+        index = self._index
         rows: list[int] = []
         for part in parts:
-            known = part.parent is None or self._room.known(self._index.find(part.parent))
+            known = part.parent is None or self._room.known(index.find(part.parent))
             slot = self._room.slot_for(part.nbytes, kept, victims) if known else None
             if slot is None:
                 for row in rows:
                     self._room.abort(row)
                 return []
-            row = self._index.ensure(part.name, part.parent, part.depth, part.nbytes)
+            row = index.ensure(part.name, part.parent, part.depth, part.nbytes, part.owner)
+            index.level[row] = part.level
             self._room.take(row, slot)
             rows.append(row)
-        return [self._index.slot(row) for row in rows]
+        return [index.slot(row) for row in rows]
 
     def commit(self, name: RecordId, slot: Slot, raw_sum: bytes) -> bool:
         """Publish a reserved part whose bytes are whole.
 
-        False, and the slot is taken back, when its parent is gone: it would be a headless tail.
+        False, and the slot is taken back, when its parent is gone (it would be a headless tail)
+        or it was withdrawn meanwhile.
         """
         with self._lock:
             row = self._room.reserved(name, slot)
@@ -194,187 +245,21 @@ class Catalog:
             if above != NO_ROW and not self._index.present[above]:
                 self._room.abort(row)
                 return False
-            self._room.publish(row, raw_sum)
-            return True
+            return self._room.publish(row, raw_sum)
 
     def abort(self, name: RecordId, slot: Slot) -> None:
         """Take back a reserved slot whose bytes never became whole."""
         with self._lock:
             self._room.abort(self._room.reserved(name, slot))
 
-    # ---- fetch: holds and slots for parts that lie in slower tiers
-
-    def hold_for_fetch(
-        self, names: Sequence[Sequence[RecordId]]
-    ) -> tuple[list[tuple[int, ...]], list[int]]:
-        """Hold the rows of chunks that are to come up to DRAM, and reserve slots for the absent.
-
-        Returns the rows of each chunk, as far as all of it could be held, and those rows that
-        were given a fresh slot here: the caller reads them, then calls ``fetched``. A row that
-        another fetch is reading is held and not returned as fresh.
-        """
+    def outgrown(self, names: Iterable[RecordId]) -> None:
+        """Let parts leave first that lie outside every window now, until they are used again."""
         with self._lock:
-            self._leases.expire()
-            index, chunks, fresh = self._index, [], []
-            victims = self._room.victims(DRAM)
-            for parts in names:
-                taken: list[int] = []
-                for name in parts:
-                    row = index.find(name)
-                    if row == NO_ROW or not index.present[row]:
-                        break
-                    index.hold(row, 1)
-                    taken.append(row)
-                    if not index.serial[row]:
-                        slot = self._room.slot_for(index.raw_bytes[row], taken, victims)
-                        if slot is None:
-                            break
-                        self._room.take(row, slot)
-                        fresh.append(row)
-                else:
-                    chunks.append(tuple(taken))
-                    continue
-                self._room.unhold(taken)
-                break
-            return chunks, fresh
-
-    def fetched(self, row: int, raw_sum: bytes | None) -> None:
-        """End the reading of a fresh row: publish it in DRAM, or with None take its slot back."""
-        with self._lock:
-            if raw_sum is None:
-                self._room.abort(row)
-            else:
-                self._room.publish(row, raw_sum)
-
-    def resident(self, chunks: Sequence[tuple[int, ...]]) -> int:
-        """Return how many chunks, from the first, are wholly in DRAM."""
-        with self._lock:
-            for count, rows in enumerate(chunks):
-                if not all(self._room.in_dram(row) for row in rows):
-                    return count
-            return len(chunks)
-
-    def release_rows(self, rows: Iterable[int]) -> None:
-        """Give back holds."""
-        with self._lock:
-            self._room.unhold(rows)
-
-    # ---- slower tiers
-
-    def capacity(self, tier: int) -> int | None:
-        """Return a tier's budget in bytes; None for unbounded."""
-        return self._shelves[tier].capacity
-
-    def spare(self, tier: int) -> int | None:
-        """Return the bytes that a tier's budget has left; None for unbounded."""
-        with self._lock:
-            shelf = self._shelves[tier]
-            return None if shelf.capacity is None else shelf.capacity - shelf.used
-
-    def missing_chain(
-        self, name: RecordId, tier: int, queued: Container[RecordId]
-    ) -> list[RecordId]:
-        """Return a part and its ancestors that a tier lacks and DRAM has, deepest first.
-
-        Ends at the first ancestor that the tier has, that is queued for it, or that DRAM has not.
-        """
-        with self._lock:
-            index = self._index
-            names: list[RecordId] = []
-            row = index.find(name)
-            while self._room.in_dram(row) and not index.present[row] & 1 << tier:
-                if index.names[row] in queued:
-                    break
-                names.append(index.names[row])
-                row = index.parent[row]
-            return names
-
-    def gone(self, name: RecordId) -> bool:
-        """Say whether a part is in no tier, nor on its way into one."""
-        with self._lock:
-            return not self._room.known(self._index.find(name))
-
-    def hold_for_spill(self, name: RecordId, tier: int) -> int:
-        """Hold a part in DRAM that a tier lacks, for writing it; NO_ROW when there is none."""
-        with self._lock:
-            row = self._index.find(name)
-            if not self._room.in_dram(row) or self._index.present[row] & 1 << tier:
-                return NO_ROW
-            self._index.hold(row, 1)
-            return row
-
-    def describe(self, row: int) -> tuple[RecordId, RecordId | None, int, Slot, int, bytes]:
-        """Return a held row's name, parent's name, depth, slot, raw bytes and raw checksum."""
-        with self._lock:
-            index = self._index
-            above = index.parent[row]
-            parent = index.names[above] if above != NO_ROW else None
-            return (
-                index.names[row],
-                parent,
-                index.depth[row],
-                index.slot(row),
-                index.raw_bytes[row],
-                index.sums[row],
-            )
-
-    def tiers_of(self, row: int) -> list[int]:
-        """Return the slower tiers that have the part, fastest first."""
-        with self._lock:
-            bits = self._index.present[row]
-            return [t for t in range(1, len(self._shelves)) if bits & 1 << t]
-
-    def stored(self, part: Part, tier: int, charged: int) -> None:
-        """Note that a tier has a part: written there, found on reopening, or seen by a probe."""
-        with self._lock:
-            row = self._index.ensure(part.name, part.parent, part.depth, part.nbytes)
-            if self._index.present[row] & 1 << tier:
-                return
-            self._index.add(row, tier, charged)
-            shelf = self._shelves[tier]
-            shelf.policy.insert(row)
-            shelf.used += charged
-
-    def lost(self, row: int, tier: int) -> None:
-        """Note that a tier does not have a part after all, or has it spoilt."""
-        with self._lock:
-            self._room.leave(row, tier)
-
-    def evict(
-        self, tier: int, nbytes: int, *, at_least: int = 0, below: Sequence[int] = ()
-    ) -> list[Victim]:
-        """Take leaves out of a slower tier until `nbytes` more fit its budget, LOT at most.
-
-        at_least: parts that must leave even if the budget has room. below: rows for which the
-        room is made; their parents, and so all their ancestors, stay. The caller asks again
-        after a full lot, and deletes the victims from the Store; they can no longer be matched.
-        """
-        with self._lock:
-            kept = self._room.hold_parents(below)
-            shelf = self._shelves[tier]
-            victims: list[Victim] = []
-            rows = itertools.islice(self._room.victims(tier), LOT)
-            while len(victims) < at_least or (
-                shelf.capacity is not None and shelf.used + nbytes > shelf.capacity
-            ):
-                row = next(rows, NO_ROW)
-                if row == NO_ROW:
-                    break
-                victims.append(self._take_out(row, tier))
-            self._metrics.add("evicted_parts", len(victims), tier=shelf.name)
-            self._room.unhold(kept)
-            return victims
-
-    def clear(self, tier: int) -> list[Victim]:
-        """Take what nobody holds out of a tier, deepest first; fewer than LOT when all of it."""
-        with self._lock:
-            rows = itertools.islice(self._room.victims(tier), LOT)
-            return [self._take_out(row, tier) for row in rows]
-
-    def _take_out(self, row: int, tier: int) -> Victim:
-        victim = Victim(row, self._index.names[row], self._index.charged[tier][row])
-        self._room.leave(row, tier)
-        return victim
+            for name in names:
+                row = self._index.find(name)
+                for tier, shelf in enumerate(self._shelves):
+                    if row != NO_ROW and self._index.present[row] & 1 << tier:
+                        shelf.order.expend(row)
 
     # ---- figures
 
@@ -384,7 +269,7 @@ class Catalog:
             index, metrics = self._index, self._metrics
             for shelf in self._shelves:
                 metrics.set("tier_used_bytes", shelf.used, tier=shelf.name)
-                metrics.set("tier_parts", len(shelf.policy), tier=shelf.name)
+                metrics.set("tier_parts", len(shelf.order), tier=shelf.name)
                 metrics.set("tier_capacity_bytes", shelf.capacity or 0, tier=shelf.name)
             metrics.set(
                 "tier_used_bytes", self._room.arena.used_bytes, tier=self._shelves[DRAM].name

@@ -9,53 +9,71 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease
 from kvtier.catalog.strays import Strays
 from kvtier.identity.record import RecordId
+from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Arena
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Tier, Wanted
 
-__all__ = ["Fetcher"]
+__all__ = ["Fetcher", "Prompt"]
 
 _log = logging.getLogger("kvtier")
 _CALL_BYTES: Final = 4 << 20  # small parts go together, large ones each to a thread of its own
 
 
+class Prompt(Protocol):
+    """What of a prompt's Prefix a fetch looks at."""
+
+    @property
+    def names(self) -> Sequence[Sequence[RecordId]]:
+        """For each complete chunk, the names of its parts."""
+        ...
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of a chunk."""
+        ...
+
+    @property
+    def owner(self) -> int:
+        """The namespace, as the catalog numbers it."""
+        ...
+
+
 class Fetcher:
-    """Fetches for one namespace. tiers: by tier number, from 1."""
+    """Fetches for all namespaces. tiers: by tier number, from 1."""
 
     def __init__(
         self,
         catalog: Catalog,
         arena: Arena,
         tiers: Mapping[int, Tier],
-        namespace: bytes,
         strays: Mapping[int, Strays],
     ) -> None:
         self._catalog = catalog
         self._arena = arena
         self._tiers = tiers
-        self._namespace = namespace
         self._strays = strays
         self._reading: dict[int, asyncio.Future[int]] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._serial = 0
 
     async def fetch(
-        self, first: int, names: Sequence[Sequence[RecordId]], *, within: float, hold: float
+        self, prompt: Prompt, first: int, tokens: int, *, within: float, hold: float
     ) -> Lease | None:
-        """Return a lease of the chunks, from the first, that are in DRAM by then.
+        """Return a lease of what a prompt needs from chunk `first` on, as far as DRAM has it then.
 
-        first: index of the first chunk; within: seconds to wait at most; hold: seconds until
+        tokens: the length that is wanted; within: seconds to wait at most; hold: seconds until
         the lease's deadline. None when not one chunk is there.
         """
-        chunks, fresh = self._catalog.hold_for_fetch(names)
-        adopted = 0
+        names, shape = prompt.names, prompt.shape
+        chunks, fresh = self._catalog.hold_for_fetch(names, shape, first, tokens, prompt.owner)
         try:
             self._start(fresh)
             reading = {
@@ -63,18 +81,16 @@ class Fetcher:
             }
             if reading:
                 await asyncio.wait(reading.values(), timeout=within)
-            count = self._catalog.resident(chunks)
-            if not count:
-                return None
-            sources = [self._source(rows, reading) for rows in chunks[:count]]
-            lease = self._catalog.adopt(first, chunks[:count], sources, hold)
-            adopted = count
+            lease = self._catalog.lease(names, shape, first, tokens, hold, whole=False)
+            if lease is not None:
+                lease.sources = tuple(self._source(rows, reading) for rows in lease.rows)
             return lease
         finally:
-            self._catalog.release_rows(row for rows in chunks[adopted:] for row in rows)
+            self._catalog.release_rows([row for rows in chunks for row in rows])
 
     def _source(self, rows: tuple[int, ...], reading: Mapping[int, asyncio.Future[int]]) -> str:
-        tier = max((reading[row].result() for row in rows if row in reading), default=DRAM)
+        done = (reading[row] for row in rows if row in reading)
+        tier = max((one.result() for one in done if one.done()), default=DRAM)
         return self._tiers[tier].name if tier in self._tiers else "dram"
 
     def _start(self, fresh: Sequence[int]) -> None:
@@ -85,7 +101,7 @@ class Fetcher:
         for row in fresh:
             self._reading[row] = loop.create_future()
             where = next((t for t in self._catalog.tiers_of(row)), NO_ROW)
-            nbytes = self._catalog.describe(row)[4]
+            nbytes = self._catalog.describe(row).part.nbytes
             if group and (where != tier or size + nbytes > _CALL_BYTES):
                 self._spawn(group)
                 group, size = [], 0
@@ -118,9 +134,9 @@ class Fetcher:
             here = [row for row in left if number in self._catalog.tiers_of(row)]
             wanted = []
             for row in here:
-                name, _, _, slot, nbytes, _ = self._catalog.describe(row)
+                part, namespace, slot, _ = self._catalog.describe(row)
                 into = self._arena.view(slot.offset, slot.nbytes)
-                wanted.append(Wanted(name, self._namespace, nbytes, into))
+                wanted.append(Wanted(part.name, namespace, part.nbytes, into))
             asked = tier.available  # else a failure says nothing of the records
             outcomes = await tier.read(wanted)
             for row, one, outcome in zip(here, wanted, outcomes, strict=True):

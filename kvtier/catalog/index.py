@@ -1,17 +1,18 @@
 """The index: which part is where. Rows of plain arrays, and one dict from name to row.
 
-A row is one part of one chunk. It knows its parent (the same part of the chunk before), in
-which tiers it is present, and how many present children it has there: enough to evict
-deepest-first and to see a headless tail. Not thread-safe: the Catalog holds its lock.
+A row is one part of one chunk. It knows its parent (a part of the chunk before), in which tiers
+it is present, and how many present children it has there: enough to evict deepest-first and to
+see a headless tail. Not thread-safe: the Catalog holds its lock.
 """
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from kvtier.identity.record import RecordId
-from kvtier.memory.arena import Slot
+from kvtier.memory.arena import Slot, slot_bytes_for
 
 __all__ = ["DRAM", "NO_ROW", "Index"]
 
@@ -21,7 +22,10 @@ DRAM: Final = 0
 
 
 class Index:
-    """Rows by name. `tiers` counts DRAM and the slower tiers."""
+    """Rows by name. `tiers` counts DRAM and the slower tiers.
+
+    freed: called with a row that has become free to leave a tier in which it was parked.
+    """
 
     def __init__(self, tiers: int) -> None:
         self.rows: dict[RecordId, int] = {}
@@ -29,18 +33,23 @@ class Index:
         self.sums: list[bytes] = []  # raw checksum, known while in DRAM
         self.parent = array("i")
         self.depth = array("i")
+        self.owner = array("H")  # the namespace, as a number
+        self.level = array("b")  # the priority: lower levels leave first
         self.present = array("H")  # a bit a tier
+        self.parked = array("H")  # a bit a tier where its turn to leave came, and it had to stay
         self.children = array("i")  # children that are present in any tier
-        self.links = array("i")  # rows whose parent this is, present or not
         self.kids = [array("i") for _ in range(tiers)]  # children present in that tier
         self.holds = array("i")  # leases, copies, reads and spills that need the row
         self.raw_bytes = array("q")
         self.offset = array("q")  # of the slot, while one is assigned
         self.serial = array("q")  # of the slot, 0 when none is assigned
-        self.slot_bytes = array("q")
         self.charged = [array("q") for _ in range(tiers)]  # bytes of that tier's budget
         self.orphans = 0
         self.held_rows = 0
+        self.freed: Callable[[int], None] = _nobody
+        self._child = array("i")  # a row's first child; children are chained to each other
+        self._next = array("i")
+        self._last = array("i")
         self._free: list[int] = []
 
     def __len__(self) -> int:
@@ -51,7 +60,9 @@ class Index:
         """Return the row of a part, or NO_ROW."""
         return self.rows.get(name, NO_ROW)
 
-    def ensure(self, name: RecordId, parent: RecordId | None, depth: int, raw_bytes: int) -> int:
+    def ensure(
+        self, name: RecordId, parent: RecordId | None, depth: int, raw_bytes: int, owner: int
+    ) -> int:
         """Return the row of a part, made if need be, with a row for its parent above it.
 
         A parent is always one less deep, and depths never change: whatever the records of a
@@ -59,31 +70,41 @@ class Index:
         """
         row = self.rows.get(name, NO_ROW)
         if row == NO_ROW:
-            row = self._make(name, depth)
+            row = self._make(name, depth, owner)
         linked = self.parent[row] != NO_ROW or self.present[row]
         if parent is not None and not linked and self.depth[row] == depth:
             above = self.rows.get(parent, NO_ROW)
             if above == NO_ROW:
-                above = self._make(parent, depth - 1)
+                above = self._make(parent, depth - 1, owner)
             if self.depth[above] == depth - 1:
-                self.parent[row] = above
-                self.links[above] += 1
-        self.raw_bytes[row] = raw_bytes
+                self._link(row, above)
+        if not self.serial[row]:
+            self.raw_bytes[row] = raw_bytes
         return row
 
     def set_slot(self, row: int, slot: Slot | None) -> None:
         """Assign a slot of the arena to the row, or take it away."""
-        self.offset[row], self.slot_bytes[row], self.serial[row] = slot or (0, 0, 0)
+        self.offset[row], _, self.serial[row] = slot or (0, 0, 0)
 
     def slot(self, row: int) -> Slot:
         """Return the slot that is assigned to the row."""
-        return Slot(self.offset[row], self.slot_bytes[row], self.serial[row])
+        return Slot(self.offset[row], slot_bytes_for(self.raw_bytes[row]), self.serial[row])
+
+    def children_of(self, row: int) -> Iterator[int]:
+        """Yield the rows whose parent this is, present or not."""
+        child = self._child[row]
+        while child != NO_ROW:
+            following = self._next[child]
+            yield child
+            child = following
 
     def hold(self, row: int, change: int) -> None:
         """Change the row's holds by 1 or -1."""
         before = self.holds[row]
         self.holds[row] = before + change
         self.held_rows += (before + change > 0) - (before > 0)
+        if self.parked[row] and before + change == 0:
+            self.freed(row)
 
     def add(self, row: int, tier: int, charged: int = 0) -> None:
         """Make the part present in a tier."""
@@ -100,6 +121,8 @@ class Index:
             self.orphans -= self.children[row]  # the parent is back
         self.present[row] |= bit
         self.charged[tier][row] = charged
+        if self.parked[row]:
+            self.freed(row)  # where it was the last copy, it is no longer
 
     def discard(self, row: int, tier: int) -> int:
         """Make the part absent from a tier; return what it was charged there."""
@@ -115,6 +138,8 @@ class Index:
             if not self.present[row]:
                 self.children[above] -= 1
                 self.orphans -= not self.present[above]
+            if self.parked[above]:
+                self.freed(above)
         if not self.present[row]:
             self.orphans += self.children[row]
         return charged
@@ -125,22 +150,44 @@ class Index:
             return False
         return not self.children[row] or self.present[row] != 1 << tier
 
+    def orphan(self, row: int) -> bool:
+        """Say whether the part is in a tier although its parent is in none."""
+        above = self.parent[row]
+        return bool(above != NO_ROW and self.present[row] and not self.present[above])
+
     def prune(self, row: int) -> None:
         """Forget the row, and rows above it, that nothing needs any more."""
         while row != NO_ROW and not (
-            self.present[row] or self.links[row] or self.holds[row] or self.serial[row]
+            self.present[row] or self._child[row] >= 0 or self.holds[row] or self.serial[row]
         ):
             above = self.parent[row]
-            self.parent[row] = NO_ROW
+            if above != NO_ROW:
+                self._unlink(row, above)
             del self.rows[self.names[row]]
             self.names[row] = b""
             self.sums[row] = b""
             self._free.append(row)
-            if above != NO_ROW:
-                self.links[above] -= 1
             row = above
 
-    def _make(self, name: RecordId, depth: int) -> int:
+    def _link(self, row: int, above: int) -> None:
+        first = self._child[above]
+        self.parent[row] = above
+        self._next[row], self._last[row] = first, NO_ROW
+        if first != NO_ROW:
+            self._last[first] = row
+        self._child[above] = row
+
+    def _unlink(self, row: int, above: int) -> None:
+        following, last = self._next[row], self._last[row]
+        if following != NO_ROW:
+            self._last[following] = last
+        if last != NO_ROW:
+            self._next[last] = following
+        else:
+            self._child[above] = following
+        self.parent[row] = NO_ROW
+
+    def _make(self, name: RecordId, depth: int, owner: int) -> int:
         if self._free:
             row = self._free.pop()
             self.names[row] = name
@@ -148,13 +195,20 @@ class Index:
             row = len(self.names)
             self.names.append(name)
             self.sums.append(b"")
-            for column in (self.present, self.children, self.links, self.holds, self.raw_bytes):
+            for column in (self.owner, self.level, self.present, self.parked, self.children):
                 column.append(0)
-            for column in (self.offset, self.serial, self.slot_bytes, self.depth):
+            for column in (self.holds, self.raw_bytes, self.offset, self.serial, self.depth):
                 column.append(0)
             for column in (*self.kids, *self.charged):
                 column.append(0)
-            self.parent.append(NO_ROW)
+            for column in (self.parent, self._child, self._next, self._last):
+                column.append(NO_ROW)
         self.rows[name] = row
         self.depth[row] = depth
+        self.owner[row] = owner
+        self.level[row] = 0
         return row
+
+
+def _nobody(row: int) -> None:
+    del row

@@ -10,6 +10,7 @@ from typing import Self
 from kvtier.catalog.shelf import Room
 from kvtier.clock import Clock
 from kvtier.errors import MisuseError
+from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot
 from kvtier.metrics import Metrics
 
@@ -27,39 +28,48 @@ class LeaseState(enum.Enum):
 class Lease:
     """A hold on the slots of a run of chunks, so that they can be copied to the engine.
 
-    first: index of the first chunk. slots: those of each chunk, one a part. sources: for each
-    chunk, the tier that its bytes came from. It ends by ``release`` (or ``with``), or at its
-    deadline; a CopyPlan issued before that keeps the slots until the copy has settled.
+    first: index of the first chunk. tokens: the length of the prefix that can be continued with
+    what is held, counted from the prompt's first token. names and slots: of each chunk, those of
+    the parts that such a prefix needs. sources: for each chunk, the tier that its bytes came
+    from. It ends by ``release`` (or ``with``), or at its deadline; a CopyPlan issued before that
+    keeps the slots until the copy has settled.
     """
 
     __slots__ = (
         "_end",
         "deadline",
         "first",
+        "names",
+        "pinned",
         "plans",
         "rows",
         "serial",
         "slots",
         "sources",
         "state",
+        "tokens",
     )
 
     def __init__(
         self,
         first: int,
+        tokens: int,
+        names: tuple[tuple[RecordId, ...], ...],
         rows: tuple[tuple[int, ...], ...],
         slots: tuple[tuple[Slot, ...], ...],
-        sources: tuple[str, ...],
         deadline: float,
         end: Callable[[Lease], None],
     ) -> None:
         self.first = first
+        self.tokens = tokens
+        self.names = names
         self.rows = rows
         self.slots = slots
-        self.sources = sources
+        self.sources = ("dram",) * len(rows)
         self.deadline = deadline
         self.state = LeaseState.HELD
         self.plans = 0
+        self.pinned = False
         self.serial = 0
         self._end = end
 
@@ -120,14 +130,19 @@ class Leases:
     def new(
         self,
         first: int,
-        rows: tuple[tuple[int, ...], ...],
-        sources: tuple[str, ...],
+        tokens: int,
+        names: tuple[tuple[RecordId, ...], ...],
         seconds: float,
         end: Callable[[Lease], None],
     ) -> Lease:
-        """Make a lease of rows that the caller holds; the holds are the lease's from here on."""
-        slots = tuple(tuple(self._room.index.slot(row) for row in parts) for parts in rows)
-        lease = Lease(first, rows, slots, sources, self._clock() + seconds, end)
+        """Hold parts that are in DRAM, of chunks from `first` on, and make a lease of them."""
+        index = self._room.index
+        rows = tuple(tuple(index.rows[name] for name in parts) for parts in names)
+        for parts in rows:
+            for row in parts:
+                index.hold(row, 1)
+        slots = tuple(tuple(index.slot(row) for row in parts) for parts in rows)
+        lease = Lease(first, tokens, names, rows, slots, self._clock() + seconds, end)
         lease.serial = self._serial = self._serial + 1
         self._all[lease.serial] = lease
         return lease

@@ -2,43 +2,85 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Final
 
 from kvtier.catalog.index import DRAM, NO_ROW, Index
+from kvtier.catalog.order import Order
+from kvtier.catalog.owners import Owners
 from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 from kvtier.policies.base import Policy
 
-__all__ = ["Room", "Shelf"]
+__all__ = ["Room", "Shelf", "Victims"]
+
+_MOST_TOUCHED: Final = 8
+"""Chains whose marking is put off: as much as an eviction may have to do first."""
 
 
 @dataclass(slots=True)
 class Shelf:
-    """What the Catalog keeps of one tier: its budget and the order in which parts leave it."""
+    """What the Catalog keeps of one tier: its budget and the order in which parts leave it.
+
+    policy: makes an empty one. used_by: bytes by share.
+    """
 
     name: str
-    policy: Policy
+    policy: Callable[[], Policy]
     capacity: int | None
     used: int = 0
+    used_by: list[int] = field(default_factory=list)
+    order: Order = field(init=False)
 
 
 class Room:
     """The index, the arena and the shelves, kept in step with each other."""
 
-    def __init__(self, arena: Arena, shelves: Sequence[Shelf], metrics: Metrics) -> None:
+    def __init__(
+        self, arena: Arena, shelves: Sequence[Shelf], metrics: Metrics, owners: Owners
+    ) -> None:
         self.index = Index(len(shelves))
         self.arena = arena
         self.shelves = list(shelves)
+        self.owners = owners
+        self.withdrawn: dict[int, None] = {}  # their bytes are void, and somebody still holds them
         self._metrics = metrics
+        self._touched: list[list[int]] = []
+        self.index.freed = self._freed
+        for tier, shelf in enumerate(self.shelves):
+            shelf.used_by = [0] * len(owners.quotas)
+            shelf.order = self._order(tier, shelf)
 
-    def touch(self, rows: Sequence[int]) -> None:
-        """Mark a chain as used, deepest first, in every tier that has it."""
-        deepest_first = rows[::-1]
-        for shelf in self.shelves:
-            shelf.policy.touch(deepest_first)
+    def _order(self, tier: int, shelf: Shelf) -> Order:
+        owner, shares, quotas = self.index.owner, self.owners.shares, self.owners.quotas
+
+        def spare(share: int) -> int:
+            return shelf.used_by[share] - int(quotas[share].floor * (shelf.capacity or 0))
+
+        return Order(self.index, tier, shelf.policy, lambda row: shares[owner[row]], spare)
+
+    # ---- what is used
+
+    def touch(self, rows: list[int]) -> None:
+        """Mark a chain as used, deepest first, in every tier that has it, before anything leaves.
+
+        The marking itself is put off: a match has no time for it.
+        """
+        if rows:
+            self._touched.append(rows)
+        if len(self._touched) > _MOST_TOUCHED:
+            self.settle_touches(1)
+
+    def settle_touches(self, chains: int | None = None) -> None:
+        """Mark chains that were used, oldest first; all of them unless a number is given."""
+        for rows in self._touched[:chains]:
+            rows.reverse()
+            for shelf in self.shelves:
+                shelf.order.touch(rows)
+        del self._touched[:chains]
 
     def in_dram(self, row: int) -> bool:
         """Say whether the part's bytes are whole in its slot."""
@@ -48,14 +90,15 @@ class Room:
         """Say whether the part is in a tier, or on its way into one."""
         return row != NO_ROW and bool(self.index.present[row] or self.index.serial[row])
 
-    def slot_for(self, nbytes: int, below: list[int], victims: Iterator[int]) -> Slot | None:
+    # ---- room in DRAM
+
+    def slot_for(self, nbytes: int, below: list[int], victims: Victims) -> Slot | None:
         """Return a slot, evicting leaves of DRAM as needed; None when nothing may leave.
 
         below: held rows for whose sake it is done; neither they nor their ancestors leave.
-        victims: of DRAM, one pass for all slots that one call asks for.
         """
-        while (slot := self.arena.allocate(nbytes)) is None:
-            row = next(victims, NO_ROW)
+        while (slot := victims.slot(nbytes)) is None:
+            row = victims.next(nbytes)
             if row == NO_ROW:
                 row = self._last_copy(below)
             if row == NO_ROW:
@@ -64,29 +107,19 @@ class Room:
             self._metrics.add("evicted_parts", tier=self.shelves[DRAM].name)
         return slot
 
-    def victims(self, tier: int) -> Iterator[int]:
+    def victims(self, tier: int, share: int | None = None) -> Iterator[int]:
         """Yield the rows that should leave a tier, in order; one has left when the next is asked.
 
-        One pass over the policy's order: a row that could not leave at its turn is looked at
-        again only once the last of its children has left.
+        share: take from it alone.
         """
-        leaf, parent = self.index.leaf, self.index.parent
-        passed: set[int] = set()
-        for turn in self.shelves[tier].policy.victims():
-            row = turn
-            while row != NO_ROW and leaf(row, tier):
-                above = parent[row]
-                yield row
-                passed.discard(row)
-                row = above if above in passed else NO_ROW
-            if row == turn:
-                passed.add(row)
+        self.settle_touches()
+        return self.shelves[tier].order.victims(share)
 
     def _last_copy(self, below: list[int]) -> int:
         """Return a row of DRAM whose children lie in slower tiers only, or NO_ROW.
 
         Its write has failed there. Its slot must not be lost for good, so its children become
-        orphans: counted, never matched, and whole again when it is saved anew.
+        orphans: counted, never matched, first to leave, and whole again when it is saved anew.
         """
         index = self.index
         kept: dict[int, None] = {}
@@ -95,39 +128,136 @@ class Room:
             while row != NO_ROW and row not in kept:
                 kept[row] = None
                 row = index.parent[row]
-        for row in self.shelves[DRAM].policy.victims():
-            if not index.holds[row] and not index.kids[DRAM][row] and row not in kept:
-                return row
-        return NO_ROW
+        rows = self.shelves[DRAM].order.last_copies()
+        return next((row for row in rows if row not in kept), NO_ROW)
+
+    def over_ceiling(self, share: int, tier: int, nbytes: int) -> bool:
+        """Say whether so many bytes more would take a share above its ceiling in a tier."""
+        shelf = self.shelves[tier]
+        if not share or shelf.capacity is None:
+            return False
+        ceiling = self.owners.quotas[share].ceiling * shelf.capacity
+        return shelf.used_by[share] + nbytes > ceiling
+
+    def share(self, row: int) -> int:
+        """Return the share in which a row counts."""
+        return self.owners.shares[self.index.owner[row]]
+
+    def assign(self, owner: int, share: int) -> None:
+        """Count what an owner has in another share from now on."""
+        if self.owners.shares[owner] == share:
+            return
+        index, before = self.index, self.owners.shares[owner]
+        mine = [row for row in index.rows.values() if index.owner[row] == owner]
+        inside = [
+            (tier, row) for tier in range(len(self.shelves)) for row in mine if self._in(row, tier)
+        ]
+        for tier, row in inside:
+            self.shelves[tier].order.remove(row)
+        self.owners.shares[owner] = share
+        for tier, row in inside:
+            self.shelves[tier].order.insert(row)
+        for tier, shelf in enumerate(self.shelves):
+            moved = sum(index.charged[tier][row] for row in mine)
+            if tier == DRAM:
+                moved = sum(index.slot(row).nbytes for row in mine if index.serial[row])
+            shelf.used_by[before] -= moved
+            shelf.used_by[share] += moved
+
+    def _in(self, row: int, tier: int) -> bool:
+        return bool(self.index.present[row] & 1 << tier)
+
+    # ---- in and out of a tier
+
+    def enter(self, row: int, tier: int, charged: int = 0) -> None:
+        """Make a part present in a tier's index. Its children are no orphans any more."""
+        index, shelf = self.index, self.shelves[tier]
+        new = not index.present[row]
+        index.add(row, tier, charged)
+        shelf.order.insert(row)
+        if tier != DRAM:
+            shelf.used += charged
+            shelf.used_by[self.share(row)] += charged
+        if index.orphan(row):
+            shelf.order.expend(row)
+        elif new and index.children[row]:
+            for child in index.children_of(row):
+                for other in self.shelves:
+                    other.order.revive(child)
 
     def leave(self, row: int, tier: int) -> None:
-        """Take a part out of a tier's index, its slot with it."""
-        shelf = self.shelves[tier]
-        shelf.policy.remove(row)
-        shelf.used -= self.index.discard(row, tier)
-        if tier == DRAM and self.index.serial[row]:
-            self.arena.free(self.index.slot(row))
-            self.index.set_slot(row, None)
-        self.index.prune(row)
+        """Take a part out of a tier's index, its slot with it; what hangs under it leaves next."""
+        if self._depart(row, tier):
+            if tier == DRAM:
+                self._free(row)
+            self.index.prune(row)
+
+    def _depart(self, row: int, tier: int) -> bool:
+        """Make a part absent from a tier; False when it was not there."""
+        index, shelf = self.index, self.shelves[tier]
+        if not self._in(row, tier):
+            return False
+        shelf.order.remove(row)
+        charged = index.discard(row, tier)
+        if tier != DRAM:
+            shelf.used -= charged
+            shelf.used_by[self.share(row)] -= charged
+        if not index.present[row] and index.children[row]:
+            for child in index.children_of(row):
+                for number, other in enumerate(self.shelves):
+                    if self._in(child, number):
+                        other.order.expend(child)
+        return True
 
     def take(self, row: int, slot: Slot) -> None:
         """Give a row a slot that will be filled, and hold it, and its parent, until that ends."""
         self.index.set_slot(row, slot)
+        self.shelves[DRAM].used_by[self.share(row)] += slot.nbytes
         for one in self._with_parent(row):
             self.index.hold(one, 1)
 
-    def publish(self, row: int, raw_sum: bytes) -> None:
-        """Make a part whose slot is filled visible in DRAM, and end the holds of ``take``."""
+    def publish(self, row: int, raw_sum: bytes) -> bool:
+        """Make a part whose slot is filled visible in DRAM, and end the holds of ``take``.
+
+        False, and the slot is taken back, when the part was withdrawn meanwhile.
+        """
+        if row in self.withdrawn:
+            self.abort(row)
+            return False
         self.index.sums[row] = raw_sum
-        self.index.add(row, DRAM)
-        self.shelves[DRAM].policy.insert(row)
+        self.enter(row, DRAM)
         self.unhold(self._with_parent(row))
+        return True
 
     def abort(self, row: int) -> None:
         """Take back the slot of a part that was not filled, and end the holds of ``take``."""
-        self.arena.free(self.index.slot(row))
-        self.index.set_slot(row, None)
+        self.withdrawn.pop(row, None)
+        self._free(row)
         self.unhold(self._with_parent(row))
+
+    def withdraw(self, row: int) -> None:
+        """Make a part absent everywhere; whoever holds its slot keeps that until the hold ends."""
+        index = self.index
+        index.hold(row, 1)  # it must outlive its tiers until the slot is dealt with
+        for tier in range(len(self.shelves)):
+            self._depart(row, tier)
+        if index.serial[row]:
+            self.withdrawn[row] = None
+        self.unhold((row,))
+
+    def _free(self, row: int) -> None:
+        slot = self.index.slot(row)
+        self.arena.free(slot)
+        self.index.set_slot(row, None)
+        self.shelves[DRAM].used_by[self.share(row)] -= slot.nbytes
+
+    def _freed(self, row: int) -> None:
+        """Look again at a row that had to stay in some tiers."""
+        for tier, shelf in enumerate(self.shelves):
+            if self.index.parked[row] & 1 << tier:
+                shelf.order.wake(row)
+
+    # ---- holds
 
     def _with_parent(self, row: int) -> tuple[int, ...]:
         above = self.index.parent[row]
@@ -159,6 +289,34 @@ class Room:
 
     def unhold(self, rows: Iterable[int]) -> None:
         """Give holds back, and forget rows that nothing needs any more."""
+        index, withdrawn = self.index, self.withdrawn
         for row in rows:
-            self.index.hold(row, -1)
-            self.index.prune(row)
+            index.hold(row, -1)
+            if withdrawn and row in withdrawn and not index.holds[row]:
+                del withdrawn[row]
+                self._free(row)
+            index.prune(row)
+
+
+class Victims:
+    """One pass over the order of DRAM, for all slots that one call of one owner asks for."""
+
+    def __init__(self, room: Room, owner: int) -> None:
+        self._room = room
+        self._share = room.owners.shares[owner]
+        self._turns: Iterator[int] | None = None
+
+    def slot(self, nbytes: int) -> Slot | None:
+        """Return a free slot, unless the owner has no right to one."""
+        if self._room.over_ceiling(self._share, DRAM, nbytes):
+            return None
+        return self._room.arena.allocate(nbytes)
+
+    def next(self, nbytes: int) -> int:
+        """Return the next row to leave; the owner's own while it is at its ceiling. Or NO_ROW."""
+        if self._room.over_ceiling(self._share, DRAM, nbytes):
+            self._turns = None  # no two passes at a time
+            return next(self._room.victims(DRAM, self._share), NO_ROW)
+        if self._turns is None:
+            self._turns = self._room.victims(DRAM)
+        return next(self._turns, NO_ROW)

@@ -17,8 +17,9 @@ from typing import Final, NamedTuple
 
 from kvtier.catalog.catalog import LOT, Catalog, Part
 from kvtier.catalog.index import NO_ROW
+from kvtier.catalog.owners import NOBODY
 from kvtier.catalog.strays import Strays
-from kvtier.identity.record import KEY_BYTES, Header, RecordId, split_record_id
+from kvtier.identity.record import Header, RecordId, split_record_id
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
 from kvtier.tiers.store import Status, Write
@@ -27,7 +28,6 @@ from kvtier.tiers.tier import Tier
 __all__ = ["Spiller"]
 
 _log = logging.getLogger("kvtier")
-_NO_PARENT: Final = bytes(KEY_BYTES)
 _BATCH_BYTES: Final = 64 << 20
 _FULL_TRIES: Final = 8
 _SEEN_NAMES: Final = 1 << 16
@@ -50,7 +50,6 @@ class Spiller:
         arena: Arena,
         number: int,
         tier: Tier,
-        namespace: bytes,
         metrics: Metrics,
         strays: Strays,
     ) -> None:
@@ -58,7 +57,6 @@ class Spiller:
         self._arena = arena
         self._number = number
         self._tier = tier
-        self._namespace = namespace
         self._metrics = metrics
         self._strays = strays
         self._waiting: dict[RecordId, None] = {}
@@ -121,24 +119,25 @@ class Spiller:
         row = self._catalog.hold_for_spill(name, self._number)
         if row == NO_ROW:
             return True  # evicted from DRAM since the chain was read
-        _, parent, depth, slot, nbytes, raw_sum = self._catalog.describe(row)
+        part, namespace, slot, raw_sum = self._catalog.describe(row)
+        nbytes = part.nbytes
         if self._queued_bytes + nbytes > max(self._arena.nbytes // 2, nbytes):
             self._catalog.release_rows((row,))
             return False
-        key, part = split_record_id(name)
+        key, which = split_record_id(name)
         header = Header(
-            namespace=self._namespace,
+            namespace=namespace,
             key=key,
-            parent=parent[:KEY_BYTES] if parent is not None else _NO_PARENT,
-            depth=depth,
-            part=part,
+            parent=part.parent,
+            depth=part.depth,
+            part=which,
             raw_bytes=nbytes,
             stored_bytes=nbytes,
             raw_sum=raw_sum,
             stored_sum=raw_sum,
         )
         write = Write(header, self._arena.view(slot.offset, slot.nbytes))
-        self._queue.append(_Job(row, Part(name, parent, depth, nbytes), write))
+        self._queue.append(_Job(row, part, write))
         self._queued[name] = None
         self._dropped.pop(name, None)
         self._queued_bytes += nbytes
@@ -176,18 +175,16 @@ class Spiller:
     async def _write(self, jobs: list[_Job]) -> None:
         """Write jobs, making room as the tier asks for it; what still fails is dropped."""
         jobs = self._headed(jobs)
-        footprint = self._tier.footprint
-        room = sum(footprint(job.part.nbytes) for job in jobs)
-        extra = 0
+        room, extra = self._sizes(jobs), 0
         for _ in range(_FULL_TRIES):
             if not jobs:
                 return
             await self._make_room(jobs, room, extra)
-            jobs = self._fitting(jobs)
+            jobs = self._fitting(self._headed(jobs))
             full = self._settle(jobs, await self._send(jobs))
             if not full:
                 return
-            jobs, room, extra = full, 0, max(len(full), self._lot(full[0]))
+            jobs, room, extra = full, {}, max(len(full), self._lot(full[0]))
         self._drop(jobs, "full")
         if len(self._strays):
             await self._strays.delete({})
@@ -218,7 +215,7 @@ class Spiller:
             self._metrics.add("dropped_spills", len(jobs), tier=self._tier.name, reason=reason)
 
     def _headed(self, jobs: list[_Job]) -> list[_Job]:
-        """Return the jobs whose parent was not dropped; drop the others.
+        """Return the jobs whose parent was not dropped, nor they withdrawn; drop the others.
 
         Before room is made: it would be made of heads, for tails that are not kept.
         """
@@ -226,6 +223,8 @@ class Spiller:
         for job in jobs:
             if job.part.parent in self._dropped:
                 self._drop([job], "failed")
+            elif not self._catalog.in_dram(job.row):
+                self._drop([job], "withdrawn")
             else:
                 kept.append(job)
         return kept
@@ -254,7 +253,8 @@ class Spiller:
         keep the head in DRAM, as the last copy of it, for ever.
         """
         charged = self._tier.footprint(job.part.nbytes)
-        if status is Status.OK and job.part.parent not in self._dropped:
+        kept = job.part.parent not in self._dropped and self._catalog.in_dram(job.row)
+        if status is Status.OK and kept:
             self._strays.forget(job.part.name)
             self._catalog.stored(job.part, self._number, charged)
         else:
@@ -270,12 +270,21 @@ class Spiller:
         )
         return [status for run in outcomes for status in run]
 
-    async def _make_room(self, jobs: list[_Job], nbytes: int, extra: int) -> None:
+    def _sizes(self, jobs: Sequence[_Job]) -> dict[int, int]:
+        """Return the bytes of the budget that jobs take, by owner."""
+        sizes: dict[int, int] = {}
+        for job in jobs:
+            owner = job.part.owner
+            sizes[owner] = sizes.get(owner, 0) + self._tier.footprint(job.part.nbytes)
+        return sizes
+
+    async def _make_room(self, jobs: list[_Job], nbytes: dict[int, int], extra: int) -> None:
         if len(self._strays):
             await self._strays.delete({})
             if not self._tier.available:
                 return  # it takes no write either, and what it has is not worth evicting
-        rows, needed = [job.row for job in jobs], nbytes + self._strays.nbytes
+        rows = [job.row for job in jobs]
+        needed = nbytes | {NOBODY: nbytes.get(NOBODY, 0) + self._strays.nbytes}
         victims: dict[RecordId, int] = {}
         while lot := self._catalog.evict(
             self._number, needed, at_least=extra - len(victims), below=rows

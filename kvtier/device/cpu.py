@@ -185,11 +185,11 @@ class CpuDevice:
     ) -> list[Fence]:
         """See Device."""
         fences: list[Fence] = []
-        planes = copies[0].pages.shape[0] if copies else 0
         for index in range(groups):
             queued = self._after(stream, after)  # for each: one that failed holds back all groups
-            part = slice(planes * index // groups, planes * (index + 1) // groups)
             for copy in copies:
+                planes = copy.pages.shape[0]
+                part = slice(planes * index // groups, planes * (index + 1) // groups)
                 queued.enqueue(partial(_copy, copy, part, into_slot=False))
             fences.append(queued.record())
         return fences

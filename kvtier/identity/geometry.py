@@ -17,7 +17,15 @@ from typing import Final
 from kvtier.errors import ConfigError, unknown
 from kvtier.identity.record import Part
 
-__all__ = ["DTYPE_BYTES", "Component", "Geometry", "Needs", "chunk_tokens_for"]
+__all__ = [
+    "DTYPE_BYTES",
+    "Component",
+    "Geometry",
+    "Needs",
+    "chunk_tokens_for",
+    "component_shards",
+    "stage_layers",
+]
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 LAYOUT: Final = "layer-plane-token"
@@ -38,6 +46,8 @@ class Component:
     """The KV of one kind of layer.
 
     heads: KV heads, all shards together; head_size: elements of one head of one plane.
+    window: tokens that a layer with needs=TRAILING looks back on. replicated: every rank of
+    tensor parallelism holds all of it, as of an MLA latent, so that it is stored once.
     """
 
     layers: int
@@ -47,6 +57,7 @@ class Component:
     name: str = "attention"
     needs: Needs = Needs.ALL
     window: int = 0
+    replicated: bool = False
 
     def __post_init__(self) -> None:
         if min(self.layers, self.heads, self.head_size, self.planes) < 1:
@@ -80,17 +91,27 @@ class Geometry:
 
     @property
     def bytes_per_token(self) -> int:
-        """KV bytes of one token, all components and shards."""
-        return sum(self._token_bytes(component) for component in self.components)
+        """KV bytes of one token, all components and shards; states, which have none, apart."""
+        grows = (one for one in self.components if one.needs is not Needs.LAST)
+        return sum(one.layers * self._layer_bytes(one) for one in grows)
 
     def part_bytes(self, part: Part) -> int:
-        """Return the raw bytes of one part of a chunk."""
-        if part.component >= len(self.components) or part.shard >= part.shards:
+        """Return the raw bytes of one part of a chunk: of all its tokens, or of one state."""
+        if not (
+            part.component < len(self.components)
+            and part.shard < part.shards
+            and part.stage < part.stages
+        ):
             raise ConfigError(f"{part} is not a part of this geometry")
-        whole = self._token_bytes(self.components[part.component]) * self.chunk_tokens
-        if whole % part.shards:
-            raise ConfigError(f"{whole} bytes cannot be cut into {part.shards} shards")
-        return whole // part.shards
+        component = self.components[part.component]
+        layers = stage_layers(component, part.stage, part.stages)
+        tokens = 1 if component.needs is Needs.LAST else self.chunk_tokens
+        if component.heads % part.shards:
+            raise ConfigError(
+                f"the {component.heads} heads of component {component.name!r} cannot be cut into "
+                f"{part.shards} shards"
+            )
+        return len(layers) * self._layer_bytes(component) * tokens // part.shards
 
     def encoding(self) -> str:
         """Return the canonical text that enters the namespace.
@@ -99,16 +120,49 @@ class Geometry:
         """
         parts = (
             f"{c.layers}:{c.planes}:{c.heads}:{c.head_size}:{c.needs.value}:{c.window}:"
-            f"{_sized(c.name)}"
+            f"{_sized(c.name)}{':replicated' if c.replicated else ''}"
             for c in self.components
         )
         blocks = ",".join(map(str, self.block_tokens))
         sizes = f"{self.dtype}/{blocks}/{self.chunk_tokens}/{_sized(self.layout)}/"
         return sizes + ";".join(parts)
 
-    def _token_bytes(self, component: Component) -> int:
-        elements = component.layers * component.planes * component.heads * component.head_size
-        return elements * DTYPE_BYTES[self.dtype]
+    def _layer_bytes(self, component: Component) -> int:
+        """Return the bytes of one layer of a component: of one token, or of its state."""
+        return component.planes * component.heads * component.head_size * DTYPE_BYTES[self.dtype]
+
+
+def stage_layers(component: Component, stage: int, stages: int) -> range:
+    """Return the layers that a stage of pipeline parallelism has; the first have one more.
+
+    Raises ConfigError when there are fewer layers than stages.
+    """
+    if component.layers < stages:
+        raise ConfigError(
+            f"the {component.layers} layers of component {component.name!r} do not fill "
+            f"{stages} stages"
+        )
+    each, more = divmod(component.layers, stages)
+    first = stage * each + min(stage, more)
+    return range(first, first + each + (stage < more))
+
+
+def component_shards(component: Component, shards: int) -> int:
+    """Return into how many shards a component is cut for as many ranks of tensor parallelism.
+
+    One where it is replicated; with fewer heads than ranks, ranks share a head, as in grouped
+    queries. Raises ConfigError when the heads do not go into the ranks, nor these into them.
+    """
+    if component.replicated:
+        return 1
+    if component.heads % shards == 0:
+        return shards
+    if shards % component.heads == 0:
+        return component.heads
+    raise ConfigError(
+        f"the {component.heads} heads of component {component.name!r} cannot be spread over "
+        f"{shards} ranks"
+    )
 
 
 def _only_tuple(what: str, value: object) -> None:

@@ -11,13 +11,15 @@ Layout, little-endian, 256 bytes::
     12   u32  depth of the chunk in its prefix, 0 for the first
     16   32s  namespace digest
     48   32s  chunk key
-    80   32s  parent key (zeros for depth 0: the root is a secret)
-    112  u16  component, u16 shard, u16 shards, u16 zero
-    120  u64  raw bytes
-    128  u64  stored bytes
-    136  16s  xxh3_128 of the raw bytes
-    152  16s  xxh3_128 of the stored bytes
-    168  72s  zero
+    80   32s  parent key (zeros for a part without one, as at depth 0: the root is a secret)
+    112  5u16 component, shard, shards, stage, stages
+    122  5u16 the same of the parent's part (zeros where the part has no parent)
+    132  u32  zero
+    136  u64  raw bytes
+    144  u64  stored bytes
+    152  16s  xxh3_128 of the raw bytes
+    168  16s  xxh3_128 of the stored bytes
+    184  56s  zero
     240  16s  xxh3_128 of bytes 0..240
 """
 
@@ -45,14 +47,16 @@ __all__ = [
     "split_record_id",
 ]
 
-RECORD_VERSION: Final = 1
+RECORD_VERSION: Final = 2
 HEADER_BYTES: Final = 256
 KEY_BYTES: Final = 32
 CODEC_RAW: Final = 0
 
 _MAGIC: Final = b"KVTIERrc"
-_BODY: Final = struct.Struct("<8sHHI32s32s32sHHHHQQ16s16s72s")
-_PART: Final = struct.Struct("<HHH")
+_BODY: Final = struct.Struct("<8sHHI32s32s32s10s10sIQQ16s16s56s")
+_PART: Final = struct.Struct("<HHHHH")
+_NO_PARENT: Final = bytes(KEY_BYTES)
+_NO_PART: Final = bytes(_PART.size)
 _VERSION: Final = struct.Struct("<8xH")
 _SUM_AT: Final = HEADER_BYTES - 16
 _MAX_DEPTH: Final = 1 << 31
@@ -60,11 +64,11 @@ _MAX_BYTES: Final = 1 << 40
 RECORD_ID_BYTES: Final = KEY_BYTES + _PART.size
 
 RecordId = bytes
-"""Chunk key and part, 38 bytes: what a Store calls a record by."""
+"""Chunk key and part, 42 bytes: what a Store calls a record by."""
 
 
 class Part(NamedTuple):
-    """Which piece of a chunk: a component of the model, and a shard of that component.
+    """Which piece of a chunk: a component of a model, a shard of its heads, a stage of its layers.
 
     Replicated KV, such as an MLA latent, is shard 0 of 1 whatever the ranks.
     """
@@ -72,6 +76,8 @@ class Part(NamedTuple):
     component: int = 0
     shard: int = 0
     shards: int = 1
+    stage: int = 0
+    stages: int = 1
 
 
 def record_id(key: bytes, part: Part) -> RecordId:
@@ -93,11 +99,11 @@ def checksum(data: bytes | memoryview) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """All that is known of a record besides its bytes."""
+    """All that is known of a record besides its bytes. parent: the name of its parent, if any."""
 
     namespace: bytes
     key: bytes
-    parent: bytes
+    parent: RecordId | None
     depth: int
     part: Part
     raw_bytes: int
@@ -113,6 +119,7 @@ class Header:
 
     def pack(self) -> bytes:
         """Return the header as its 256 bytes."""
+        parent = self.parent or _NO_PARENT + _NO_PART
         body = _BODY.pack(
             _MAGIC,
             RECORD_VERSION,
@@ -120,8 +127,9 @@ class Header:
             self.depth,
             self.namespace,
             self.key,
-            self.parent,
-            *self.part,
+            parent[:KEY_BYTES],
+            _PART.pack(*self.part),
+            parent[KEY_BYTES:],
             0,
             self.raw_bytes,
             self.stored_bytes,
@@ -147,17 +155,20 @@ class Header:
         if version != RECORD_VERSION:
             raise Corrupt(f"record version {version}; this kvtier reads {RECORD_VERSION}")
         fields = _BODY.unpack(head[:_SUM_AT])
-        _, _, codec, depth, namespace, key, parent, component, shard, shards, *rest = fields
+        _, _, codec, depth, namespace, key, above, suffix, above_suffix, *rest = fields
         _, raw_bytes, stored_bytes, raw_sum, stored_sum, _ = rest
+        part = Part(*_PART.unpack(suffix))
+        parent = None if above == _NO_PARENT else above + above_suffix
         # Anybody can compute a checksum: a shared tier's headers must be possible, too.
-        if shard >= shards or depth >= _MAX_DEPTH or max(raw_bytes, stored_bytes) > _MAX_BYTES:
+        possible = part.shard < part.shards and part.stage < part.stages and depth < _MAX_DEPTH
+        if not possible or max(raw_bytes, stored_bytes) > _MAX_BYTES:
             raise Corrupt("a record header names an impossible part, depth or size")
         return cls(
             namespace=namespace,
             key=key,
             parent=parent,
             depth=depth,
-            part=Part(component, shard, shards),
+            part=part,
             raw_bytes=raw_bytes,
             stored_bytes=stored_bytes,
             raw_sum=raw_sum,

@@ -151,6 +151,10 @@ class Arena:
         if not extent.used:
             self._empty[number] = None
 
+    def fits(self, nbytes: int) -> bool:
+        """Say whether a part of `nbytes` could have a slot, were the arena empty."""
+        return slot_bytes_for(nbytes) <= self._extents[0].nbytes
+
     def holds(self, slot: Slot) -> bool:
         """Say whether this very hand-out of the slot is still in use."""
         if not 0 <= slot.offset < self.nbytes:

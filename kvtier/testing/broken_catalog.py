@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvtier.cache import Cache
-from kvtier.catalog.catalog import LOT, Catalog
+from kvtier.catalog.catalog import LOT, Catalog, Found
 from kvtier.catalog.index import DRAM, NO_ROW, Index
 from kvtier.catalog.lease import Lease, Leases, LeaseState
 from kvtier.catalog.shelf import Room
 from kvtier.identity.record import RecordId
+from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Slot
 from kvtier.testing.mutation import Mutation, Patch, collector
 
@@ -19,14 +20,22 @@ __all__ = ["CATALOG"]
 CATALOG: Final[list[Mutation]] = []
 _takes_away = collector(CATALOG)
 
+
+def _all_of(chunks: int, shape: Shape, limit: int) -> Found:
+    """Return a match of so many chunks, wherever they are."""
+    size, block = shape.chunk_tokens, shape.block_tokens
+    tokens = min(chunks * size, limit // block * block)
+    return Found(tokens, [DRAM] * -(-tokens // size), chunks)
+
+
 # ---- match
 
 
 @_takes_away("a match ends at the first part that is in no tier", "is nowhere was matched")
 def match_across_a_hole() -> list[Patch]:
-    def broken(self: Catalog, names: Sequence[object]) -> list[int]:
+    def broken(self: Catalog, names: Sequence[object], shape: Shape, limit: int) -> Found:
         with self._lock:
-            return [0] * len(names)
+            return _all_of(len(names), shape, limit)
 
     return [(Catalog, "match", broken)]
 
@@ -35,15 +44,17 @@ def match_across_a_hole() -> list[Patch]:
 def serve_an_orphan() -> list[Patch]:
     match = Catalog.match
 
-    def broken(self: Catalog, names: Sequence[Sequence[RecordId]]) -> list[int]:
-        found = match(self, names)
+    def broken(
+        self: Catalog, names: Sequence[Sequence[RecordId]], shape: Shape, limit: int
+    ) -> Found:
+        count = match(self, names, shape, limit).chunks
         index = self._index
-        for parts in names[len(found) :]:  # an absent head has a row while it has children
+        for parts in names[count:]:  # an absent head has a row while it has children
             rows = [index.find(name) for name in parts]
             if any(row == NO_ROW or not index.children[row] for row in rows):
                 break
-            found.append(DRAM)
-        return found
+            count += 1
+        return _all_of(count, shape, limit)
 
     return [(Catalog, "match", broken)]
 
@@ -52,8 +63,10 @@ def serve_an_orphan() -> list[Patch]:
 def match_a_chunk_by_its_first_part() -> list[Patch]:
     match = Catalog.match
 
-    def broken(self: Catalog, names: Sequence[Sequence[RecordId]]) -> list[int]:
-        return match(self, [parts[:1] for parts in names])
+    def broken(
+        self: Catalog, names: Sequence[Sequence[RecordId]], shape: Shape, limit: int
+    ) -> Found:
+        return match(self, [parts[:1] for parts in names], shape, limit)
 
     return [(Catalog, "match", broken)]
 
@@ -112,10 +125,10 @@ def settle_without_forgetting_the_plan() -> list[Patch]:
     settle = Cache.settle
 
     def broken(self: Cache, plan: Any, result: Any) -> None:
-        issued = self._plans.get(plan.id)
+        issued = self._plans._out.get(plan.id)
         settle(self, plan, result)
         if issued is not None:
-            self._plans[plan.id] = issued
+            self._plans._out[plan.id] = issued
 
     return [(Cache, "settle", broken)]
 
@@ -167,10 +180,10 @@ def settle_twice_without_comparing_serials() -> list[Patch]:
     settle, reserved = Cache.settle, Room.reserved
 
     def twice(self: Cache, plan: Any, result: Any) -> None:
-        issued = self._plans.get(plan.id)
+        issued = self._plans._out.get(plan.id)
         settle(self, plan, result)
         if isinstance(issued, list):  # a worker reports a save again, later
-            self._plans[plan.id] = issued
+            self._plans._out[plan.id] = issued
             settle(self, plan, result)
 
     def unchecked(self: Room, name: RecordId, slot: Slot) -> int:
@@ -212,7 +225,7 @@ def evict_parents_before_children() -> list[Patch]:
 def clear_what_is_held() -> list[Patch]:
     def broken(self: Catalog, tier: int) -> list[Any]:
         with self._lock:
-            rows = list(self._shelves[tier].policy.victims())[:LOT]
+            rows = list(self._shelves[tier].order)[:LOT]
             return [self._take_out(row, tier) for row in rows]
 
     return [(Catalog, "clear", broken)]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Final
 
+from kvtier.catalog import catalog
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.fetch import Fetcher
 from kvtier.catalog.index import DRAM
-from kvtier.catalog.lease import Lease
+from kvtier.catalog.lease import Lease, Leases
 from kvtier.catalog.probe import Probe
+from kvtier.catalog.shelf import Room
 from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
+from kvtier.catalog.usable import usable_tokens
 from kvtier.flow import Moves
 from kvtier.identity.record import RecordId
+from kvtier.identity.shape import Shape
 from kvtier.testing.mutation import Mutation, Patch, collector
 from kvtier.tiers import tier
 from kvtier.tiers.breaker import Breaker
@@ -32,36 +36,33 @@ _FOREVER: Final = 1e6
 
 @_takes_away("what is read is visible only once it is whole", "published bytes")
 def publish_before_the_read() -> list[Patch]:
-    read = Fetcher._read
+    read, enter = Fetcher._read, Room.enter
+
+    def once(self: Room, row: int, tier: int, charged: int = 0) -> None:
+        if not self.index.present[row] & 1 << tier:
+            enter(self, row, tier, charged)
 
     async def broken(self: Fetcher, rows: list[int]) -> None:
         for row in rows:
-            self._catalog._index.add(row, DRAM)
-            self._catalog._shelves[DRAM].policy.insert(row)
+            self._catalog._room.enter(row, DRAM)
         await read(self, rows)
 
-    return [(Fetcher, "_read", broken)]
+    return [(Fetcher, "_read", broken), (Room, "enter", once)]
 
 
 @_takes_away("a fetch leases only what has arrived", "leased")
 def serve_what_has_not_arrived() -> list[Patch]:
     return [
-        (Catalog, "resident", lambda _self, chunks: len(chunks)),
-        (Fetcher, "_source", lambda _self, _rows, _reading: "dram"),
+        (catalog, "usable_tokens", lambda _shape, chunks, limit, _has: (limit, chunks)),
     ]
 
 
 @_takes_away("a fetch leases a chunk when all its parts have arrived", "leased")
 def serve_a_chunk_without_its_second_part() -> list[Patch]:
-    resident = Catalog.resident
-    return [
-        (
-            Catalog,
-            "resident",
-            lambda self, chunks: resident(self, [rows[:1] for rows in chunks]),
-        ),
-        (Fetcher, "_source", lambda _self, _rows, _reading: "dram"),
-    ]
+    def broken(shape: Shape, chunks: int, limit: int, has: Callable[[int, int], bool]) -> Any:
+        return usable_tokens(shape, chunks, limit, lambda chunk, at: not at or has(chunk, at))
+
+    return [(catalog, "usable_tokens", broken)]
 
 
 @_takes_away("bytes from below are verified by their checksum", "bytes of .* are wrong")
@@ -73,11 +74,9 @@ def forget_the_checksum() -> list[Patch]:
 def free_slots_of_reads_that_nobody_waits_for() -> list[Patch]:
     fetch, end = Fetcher.fetch, Fetcher._end
 
-    async def broken(
-        self: Fetcher, first: int, names: Sequence[Any], *, within: float, hold: float
-    ) -> Lease | None:
+    async def broken(self: Fetcher, *args: Any, within: float, hold: float) -> Lease | None:
         before = list(self._reading)
-        lease = await fetch(self, first, names, within=within, hold=hold)
+        lease = await fetch(self, *args, within=within, hold=hold)
         for row in [row for row in self._reading if row not in before]:
             self._catalog.fetched(row, None)
             self._reading.pop(row).set_result(-1)
@@ -94,11 +93,9 @@ def free_slots_of_reads_that_nobody_waits_for() -> list[Patch]:
 def cancel_a_read_with_its_waiter() -> list[Patch]:
     fetch = Fetcher.fetch
 
-    async def broken(
-        self: Fetcher, first: int, names: Sequence[Any], *, within: float, hold: float
-    ) -> Lease | None:
+    async def broken(self: Fetcher, *args: Any, within: float, hold: float) -> Lease | None:
         before = list(self._tasks)
-        lease = await fetch(self, first, names, within=within, hold=hold)
+        lease = await fetch(self, *args, within=within, hold=hold)
         for task in [task for serial, task in self._tasks.items() if serial not in before]:
             task.cancel()
         return lease
@@ -129,10 +126,8 @@ def lose_the_coalesced_waiter() -> list[Patch]:
 def read_twice_what_two_fetch() -> list[Patch]:
     hold = Catalog.hold_for_fetch
 
-    def broken(
-        self: Catalog, names: Sequence[Sequence[RecordId]]
-    ) -> tuple[list[tuple[int, ...]], list[int]]:
-        chunks, fresh = hold(self, names)
+    def broken(self: Catalog, *args: Any) -> tuple[list[tuple[int, ...]], list[int]]:
+        chunks, fresh = hold(self, *args)
         absent = [row for rows in chunks for row in rows if not self._index.present[row] & 1]
         return chunks, list(dict.fromkeys([*fresh, *absent]))
 
@@ -143,26 +138,22 @@ def read_twice_what_two_fetch() -> list[Patch]:
 def wait_past_the_timeout() -> list[Patch]:
     fetch = Fetcher.fetch
 
-    async def broken(
-        self: Fetcher, first: int, names: Sequence[Any], *, within: float, hold: float
-    ) -> Lease | None:
-        return await fetch(self, first, names, within=within + _FOREVER, hold=hold)
+    async def broken(self: Fetcher, *args: Any, within: float, hold: float) -> Lease | None:
+        return await fetch(self, *args, within=within + _FOREVER, hold=hold)
 
     return [(Fetcher, "fetch", broken)]
 
 
-@_takes_away("a fetch's holds pass to its lease", "holds")
-def forget_the_holds_of_a_fetch() -> list[Patch]:
-    adopt = Catalog.adopt
+@_takes_away("a lease holds its parts", "holds")
+def lease_without_a_hold() -> list[Patch]:
+    new = Leases.new
 
-    def broken(
-        self: Catalog, first: int, rows: Sequence[Any], sources: Sequence[str], seconds: float
-    ) -> Lease:
-        lease = adopt(self, first, rows, sources, seconds)
-        self.release_rows(row for chunk in rows for row in chunk)
+    def broken(self: Leases, *args: Any) -> Lease:
+        lease = new(self, *args)
+        self._room.unhold(row for rows in lease.rows for row in rows)
         return lease
 
-    return [(Catalog, "adopt", broken)]
+    return [(Leases, "new", broken)]
 
 
 @_takes_away("a fetch gives back what it held and does not lease", "held for ever")
@@ -177,9 +168,9 @@ def forget_what_a_fetch_held_when_it_ends_empty() -> list[Patch]:
 
 @_takes_away("a shared tier is waited for as long as the fetch may take", "after its timeout")
 def wait_for_a_shared_tier_for_ever() -> list[Patch]:
-    async def broken(self: Moves, parts: Sequence[Any], seconds: float) -> int:
+    async def broken(self: Moves, prefix: Any, known: int, seconds: float) -> bool:
         del seconds
-        return await self._ask(parts)
+        return await self._ask(prefix, known)
 
     return [(Moves, "_ask_within", broken), (Probe, "due", lambda _self, _name: True)]
 

@@ -38,7 +38,7 @@ class Oracle:
         self._clock = clock
         self._catalog = cache._catalog
         self._index = cache._catalog._index
-        self._arena = cache._arena
+        self._arena = cache._depot.arena
         self._count_losses()
 
     def _count_losses(self) -> None:
@@ -149,11 +149,11 @@ class Oracle:
         index = self._index
         for tier, shelf in enumerate(self._catalog._shelves):
             rows = [row for row in index.rows.values() if index.present[row] >> tier & 1]
-            if len(rows) != len(shelf.policy) or sorted(rows) != sorted(shelf.policy.victims()):
-                raise SimError(f"{shelf.name}: the policy's rows are not those of the index")
+            if len(rows) != len(shelf.order) or sorted(rows) != sorted(shelf.order):
+                raise SimError(f"{shelf.name}: the order's rows are not those of the index")
             used = sum(index.charged[tier][row] for row in rows)
             self._expect(used == shelf.used, f"{shelf.name}: used {used}, counted {shelf.used}")
-            binds = tier and not self.cache._tiers[tier].store.capabilities.shared
+            binds = tier and not self.cache._depot.tiers[tier].store.capabilities.shared
             if binds and shelf.capacity is not None and used > shelf.capacity:
                 raise SimError(f"{shelf.name}: {used} is over its budget")
 
@@ -222,7 +222,7 @@ class Oracle:
         self.check()
         moves = self.cache._moves
         self._left(not self._leases(), "a lease is left")
-        self._left(not self.cache._plans, "a plan is left")
+        self._left(not len(self.cache._plans), "a plan is left")
         self._left(not moves._saved, "a save is left")
         self._left(not moves._fetcher._reading, "a read is left")
         self._left(not moves._fetcher._tasks, "a reading task is left")
@@ -273,7 +273,7 @@ class Oracle:
             (name.hex(), row, index.present[row], index.holds[row], *index.slot(row))
             for name, row in index.rows.items()
         ]
-        orders = [list(shelf.policy.victims()) for shelf in self._catalog._shelves]
+        orders = [list(shelf.order) for shelf in self._catalog._shelves]
         return repr((rows, orders, self._arena.used_bytes))
 
     @staticmethod

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.identity.record import Header, Part, RecordId, checksum
+from kvtier.identity.record import Header, Part, RecordId, checksum, record_id
 from kvtier.tiers.store import Read, Status, Store, Write
 
 __all__ = ["NAMESPACE", "aligned", "fetch", "is_exact", "make_record", "payload"]
@@ -45,7 +45,7 @@ def make_record(
     header = Header(
         namespace=namespace,
         key=key,
-        parent=hashlib.sha256(b"parent" + key).digest(),
+        parent=record_id(hashlib.sha256(b"parent" + key).digest(), part or Part()),
         depth=number,
         part=part or Part(),
         raw_bytes=size,

@@ -75,7 +75,7 @@ class Clients:
             await self._load(rng, match, lease)
         await self._save(rng, prefix)
         if self._scenario.clears and rng.random() < 0.3:
-            tier = rng.choice(("dram", *self._cache._numbers))
+            tier = rng.choice(("dram", *self._cache._depot.numbers))
             self._cache.clear(tier, timeout=FOREVER)
             self._world.after("clear")
 

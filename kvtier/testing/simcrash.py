@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.errors import Unavailable
-from kvtier.identity.record import KEY_BYTES, Header, RecordId, record_id, split_record_id
+from kvtier.identity.record import Header, RecordId
 from kvtier.testing.faults import FaultyStore
 from kvtier.testing.simdisk import SimDisk
 from kvtier.testing.simtask import SimError
@@ -122,7 +122,7 @@ def check_reopened(world: World, past: Past) -> None:
             raise SimError(f"store {number} was opened, and not all of it is in the index")
         _check_budget(world, number, store)
         found |= listed
-    headless = sum(_parent(one) not in found for one in found.values() if one.depth)
+    headless = sum(one.parent not in found for one in found.values() if one.parent)
     past.counts["crash_left_orphan"] += headless
     world.oracle.lost += headless  # these orphans are nobody's fault
     world.oracle.check()
@@ -153,7 +153,3 @@ def _check_match(world: World, tokens: NDArray[np.int32], found: dict[RecordId, 
     )
     if match.chunks != kept:
         raise SimError(f"{match.chunks} chunks are matched after a crash that left {kept}")
-
-
-def _parent(header: Header) -> RecordId:
-    return record_id(header.parent[:KEY_BYTES], split_record_id(header.id)[1])

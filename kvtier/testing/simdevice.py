@@ -69,7 +69,7 @@ class SimDevice:
                 middle = size // 2
                 low, high = (0, middle) if not half else (middle, size)
                 data = payload(name, size)[low:high] if good else bytes([_GARBAGE]) * (high - low)
-                place = self._cache._arena.memory[slot.offset + low : slot.offset + high]
+                place = self._cache._depot.arena.memory[slot.offset + low : slot.offset + high]
                 np.copyto(place, np.frombuffer(data, np.uint8))
         await pause(rng)
         if good:
@@ -90,11 +90,11 @@ class SimDevice:
     def _parts(self, plan: CopyPlan, prefix: Prefix) -> list[tuple[RecordId, Slot, int]]:
         """Return name, slot and bytes of each part; block ids are places in the prompt."""
         found = []
-        geometry, namer = self._cache.geometry, self._cache._namer
-        per_chunk = geometry.chunk_tokens // geometry.block_tokens[0]
-        sizes = dict(zip(namer.names, namer.nbytes, strict=True))
+        shape = self._cache.shape
+        per_chunk = shape.chunk_tokens // shape.block_tokens
+        sizes = dict(zip(shape.names, shape.nbytes, strict=True))
         for part in plan.parts:
-            which = Part(part.component, part.shard, part.shards)
+            which = Part(part.component, part.shard, part.shards, part.stage, part.stages)
             key = prefix.keys[part.blocks[0] // per_chunk]
             slot = Slot(part.offset, part.nbytes, part.serial)
             found.append((record_id(key, which), slot, sizes[which]))

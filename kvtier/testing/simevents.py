@@ -74,7 +74,7 @@ class Events:
         self._watch_catalog()
         self._watch_index()
         self._watch_moves()
-        for tier in cache._tiers.values():
+        for tier in cache._depot.tiers.values():
             self._watch_tier(tier)
 
     def count(self, name: str) -> None:
@@ -121,7 +121,7 @@ class Events:
         self._after(catalog, "issue", self._if_not("plan_refused"))
         self._after(catalog, "commit", self._if_not("commit_refused"))
         self._after(catalog, "hold_for_fetch", self._held_for_fetch)
-        self._after(catalog, "resident", self._looked_what_arrived)
+        self._after(catalog, "release_rows", self._waited)
         self._after(catalog._room, "_last_copy", self._evicted_last_copy)
         clear, end = catalog.clear, catalog._leases.end
 
@@ -152,9 +152,9 @@ class Events:
         if any(row in reading and row not in fresh for rows in chunks for row in rows):
             self.count("fetch_joined")
 
-    def _looked_what_arrived(self, _: int, chunks: Sequence[tuple[int, ...]]) -> None:
+    def _waited(self, _: Any, rows: Any) -> None:
         reading = self._cache._moves._fetcher._reading
-        if any(row in reading for rows in chunks for row in rows):
+        if any(row in reading for row in rows):
             self.count("waiter_timed_out")
 
     def _evicted_last_copy(self, row: int, *_: object) -> None:
@@ -202,18 +202,18 @@ class Events:
         ask, ask_within = moves._ask, moves._ask_within
         asked: dict[Any, list[bool]] = {}  # by the task that asks
 
-        async def noted(answered: list[bool], *args: Any) -> int:
+        async def noted(answered: list[bool], *args: Any) -> bool:
             found = await ask(*args)
             answered.append(True)
             if found:
                 self.count("probe_answered")
             return found
 
-        def watched_ask(*args: Any) -> Coroutine[Any, Any, int]:
+        def watched_ask(*args: Any) -> Coroutine[Any, Any, bool]:
             answered = asked[asyncio.current_task()] = []
             return noted(answered, *args)
 
-        async def watched_within(*args: Any) -> int:
+        async def watched_within(*args: Any) -> bool:
             found = await ask_within(*args)
             if not asked.pop(asyncio.current_task(), [True]):
                 self.count("probe_late")

@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from kvtier.cache import Cache
+from kvtier.catalog.catalog import Part
 from kvtier.identity.keys import TokenIds
-from kvtier.identity.record import KEY_BYTES, Header, RecordId, checksum, record_id
+from kvtier.identity.record import Header, checksum, split_record_id
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.oracle import payload
 from kvtier.tiers.store import Capabilities, Store, Write
@@ -33,17 +34,22 @@ def write_as_another_host(
         prefix = cache.prefix(tokens)
         count = rng.randrange(len(prefix.names) + 1)
         parts = [part for chunk in prefix.parts(0, count) for part in chunk]
-        store.write_many([_record(cache, *part) for part in parts])
+        store.write_many([_record(cache, part) for part in parts])
 
 
-def _record(
-    cache: Cache, name: RecordId, parent: RecordId | None, depth: int, nbytes: int
-) -> Write:
-    data = payload(name, nbytes)
+def _record(cache: Cache, part: Part) -> Write:
+    data = payload(part.name, part.nbytes)
     total = checksum(data)
-    key = name[:KEY_BYTES]
-    part = next(one for one in cache._namer.names if record_id(key, one) == name)
-    above = parent[:KEY_BYTES] if parent is not None else bytes(KEY_BYTES)
-    digest = cache.namespace.digest
-    header = Header(digest, key, above, depth, part, nbytes, nbytes, total, total)
+    key, which = split_record_id(part.name)
+    header = Header(
+        namespace=cache.namespace.digest,
+        key=key,
+        parent=part.parent,
+        depth=part.depth,
+        part=which,
+        raw_bytes=part.nbytes,
+        stored_bytes=part.nbytes,
+        raw_sum=total,
+        stored_sum=total,
+    )
     return Write(header, memoryview(bytearray(data)))

@@ -82,7 +82,7 @@ class Ending:
         """
         match = self._cache.match(tokens)
         self._oracle.expect_match(match)
-        room = self._scenario.dram_slots // len(self._world.namer.names)
+        room = self._scenario.dram_slots // len(self._world.cache.shape.names)
         sure = self._oracle.kept_somewhere(match, self._kept_names())
         lease = await self._cache.fetch(match, timeout=FOREVER, deadline=FOREVER)
         chunks = lease.chunks if lease else 0
@@ -98,7 +98,7 @@ class Ending:
 
     def _empty(self) -> None:
         """Clear every tier until nothing is left; what is only below leaves after what is above."""
-        names = list(self._cache._numbers)
+        names = list(self._cache._depot.numbers)
         for _ in range(len(self._world.prompts) * 8):
             for name in names:
                 self._cache.clear(name, timeout=FOREVER)
@@ -142,7 +142,7 @@ class Ending:
         return {
             number: {one.id for one in store.scan()} - torn_in(store.inner).keys()
             for number, store in enumerate(self._stores, 1)
-            if self._cache._tiers[number].available and not store.rates.unavailable
+            if self._cache._depot.tiers[number].available and not store.rates.unavailable
         }
 
     def _local_stores(self) -> list[tuple[int, FaultyStore]]:

@@ -19,8 +19,8 @@ from kvtier.config import Config, TierConfig
 from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.record import HEADER_BYTES
+from kvtier.identity.shape import chunk_shape
 from kvtier.memory.arena import PAGE_BYTES
-from kvtier.prefix import Namer
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.faults import FaultyStore
 from kvtier.testing.oracle import Oracle
@@ -62,7 +62,7 @@ class World:
         self.life = past.life if past is not None else 0
         geometry = replace(_GEOMETRY, components=_GEOMETRY.components[: scenario.components])
         namespace = Namespace("simulated", geometry)
-        self.namer = Namer(namespace, scenario.shards)
+        self._largest = max(chunk_shape(geometry, scenario.shards).nbytes) + HEADER_BYTES
         self.prompts = past.prompts if past is not None else _prompts(loop.rng("world"))
         self.stores: list[FaultyStore] = []
         self.ledgers: dict[int, Ledger] = {}
@@ -79,8 +79,7 @@ class World:
 
     def _open(self, number: int, shape: TierShape) -> TierConfig:
         """Open a tier's store: what an earlier life left there, or an empty one."""
-        largest = max(self.namer.nbytes) + HEADER_BYTES
-        capacity = None if shape.records is None else shape.records * largest
+        capacity = None if shape.records is None else shape.records * self._largest
         left = self.past.stores.get(number) if self.past is not None else None
         bound, name = capacity if shape.bounded else None, f"tier{number}"
         inner = left if left is not None else _new_store(shape, name, bound)
@@ -198,7 +197,7 @@ def run_world(
                 continue
     finally:
         for world in worlds:
-            world.cache._arena.close()
+            world.cache._depot.arena.close()
 
 
 def _conditions(drawn: Scenario, life: int) -> Conditions:

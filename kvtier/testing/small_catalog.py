@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
-from kvtier.catalog.catalog import Catalog, Part, Shelf
+from kvtier.catalog.catalog import Catalog, Part, Shelf, Victim
+from kvtier.catalog.lease import Lease
+from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import RecordId, record_id
+from kvtier.identity.shape import Shape, chunk_shape
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 from kvtier.policies.lru import Lru
 
-__all__ = ["LMDB", "PART_BYTES", "SUM", "Clock", "SmallCatalog", "chain", "names"]
+__all__ = ["LMDB", "PART_BYTES", "SHAPE", "SUM", "Clock", "SmallCatalog", "chain", "names"]
 
 PART_BYTES: Final = 8192
+SHAPE: Final[Shape] = chunk_shape(
+    Geometry((Component(1, 1, 256),), dtype="int8", block_tokens=(16,), chunk_tokens=16)
+)
+"""One part of PART_BYTES a chunk."""
+
 SUM: Final = bytes(16)
 LMDB: Final = 1
 
@@ -37,7 +45,7 @@ class SmallCatalog:
         self.clock = Clock()
         self.metrics = Metrics()
         self.arena = Arena(slots * PART_BYTES, [PART_BYTES])
-        shelves = [Shelf("dram", Lru(), slots * PART_BYTES), Shelf("lmdb", Lru(), capacity)]
+        shelves = [Shelf("dram", Lru, slots * PART_BYTES), Shelf("lmdb", Lru, capacity)]
         self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics)
 
     def save(self, parts: Sequence[Part]) -> int:
@@ -51,7 +59,32 @@ class SmallCatalog:
 
     def found(self, parts: Sequence[Part]) -> list[int]:
         """Match one-part chunks; return the tier of each."""
-        return self.catalog.match([[part.name] for part in parts])
+        limit = len(parts) * SHAPE.chunk_tokens
+        return self.catalog.match(names(parts), SHAPE, limit).tiers
+
+    def found_chunks(self, chunks: Sequence[Sequence[Part]]) -> list[int]:
+        """Match chunks of several shards; return the tier of each."""
+        count = len(chunks[0])
+        geometry = Geometry(
+            (Component(1, count, 256),), dtype="int8", block_tokens=(16,), chunk_tokens=16
+        )
+        wanted = [[part.name for part in chunk] for chunk in chunks]
+        shape = chunk_shape(geometry, count)
+        return self.catalog.match(wanted, shape, len(chunks) * shape.chunk_tokens).tiers
+
+    def lease(self, parts: Sequence[Part], seconds: float, *, whole: bool = True) -> Lease | None:
+        """Lease the one-part chunks of a prefix that are in DRAM."""
+        tokens = len(parts) * SHAPE.chunk_tokens
+        return self.catalog.lease(names(parts), SHAPE, 0, tokens, seconds, whole=whole)
+
+    def hold_for_fetch(self, parts: Sequence[Part]) -> tuple[list[tuple[int, ...]], list[int]]:
+        """Hold one-part chunks for a fetch."""
+        tokens = len(parts) * SHAPE.chunk_tokens
+        return self.catalog.hold_for_fetch(names(parts), SHAPE, 0, tokens, 0)
+
+    def evict(self, tier: int, nbytes: int, **kwargs: Any) -> list[Victim]:
+        """Make room for parts that nobody owns."""
+        return self.catalog.evict(tier, {0: nbytes}, **kwargs)
 
     def rows(self, parts: Sequence[Part]) -> list[int]:
         """Return the index rows of parts."""

@@ -156,8 +156,9 @@ def test_a_rank_with_a_plan_of_another_number_of_ranks_is_refused(ranks):
     """Two engines of one model and other sizes: no rank copies a part of another cut."""
     plan = ranks.cache.plan_save(ranks.cache.prefix(PROMPT[:CHUNK]), list(range(CHUNK // BLOCK)))
     other = ranks.cache.bind(np.zeros((2, 2, 8, BLOCK, 1, 8), np.uint16), ranks.devices[0], shard=1)
-    other._shards = 2
-    with pytest.raises(kvtier.ProtocolError, match="shard 0 of 4; here are 2"):
+    (kind,) = other._kinds
+    kind.shards = 2
+    with pytest.raises(kvtier.ProtocolError, match="shard 0 of 4.* here are 2 shards"):
         other.execute(plan, ())
     results = [pages.execute(plan, ()).result(10) for pages in ranks.pages]
     ranks.cache.settle(plan, results[0])

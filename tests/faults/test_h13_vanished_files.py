@@ -29,7 +29,7 @@ def cut_payloads(toy, folder):
 
 def entries(toy, folder):
     """Somebody else has deleted the records from the index."""
-    store = toy.cache._tiers[1].store
+    store = toy.cache._depot.tiers[1].store
     store.delete_many([header.id for header in list(store.scan())])
 
 
@@ -48,7 +48,7 @@ def empty_index(toy, folder):
 
 
 def close_segments(toy):
-    files = toy.cache._tiers[1].store._files
+    files = toy.cache._depot.tiers[1].store._files
     with files._guard:
         for held in files._open.values():
             os.close(held.descriptor)

@@ -29,7 +29,7 @@ def stalled(toy, disk):
     """Ask for a prompt whose read does not return."""
     disk.gate.clear()
     assert toy.connector.match("r", prompt(TOKENS + 1), 0).pending
-    while toy.cache._arena.slots_in_use < CHUNKS:
+    while toy.cache._depot.arena.slots_in_use < CHUNKS:
         toy.connector.wait(0.01)
 
 
@@ -79,14 +79,14 @@ def test_given_to_another_its_slots_would_be_overwritten(engines, disk, caplog):
         for row in list(fetcher._reading):
             fetcher._end(row, NO_ROW, None)
 
-    toy.cache._flow.spawn(free_now()).result(5)
+    toy.cache._depot.flow.spawn(free_now()).result(5)
     toy.compute(prompt(TOKENS, 1), range(TOKENS // BLOCK))
     toy.connector.save("other", prompt(TOKENS, 1), list(range(TOKENS // BLOCK)))
     toy.connector.finish("other")
     toy.until(lambda update: update.released)
-    lease = None
-    while lease is None:
-        lease = toy.cache.lease(toy.cache.match(prompt(TOKENS + 1, 1)), deadline=60)
+    wanted = prompt(TOKENS + 1, 1)
+    toy.until(lambda update: toy.cache.match(wanted).tokens == TOKENS)
+    lease = toy.cache.lease(toy.cache.match(wanted), deadline=60)
     disk.gate.set()
     assert toy.cache.flush(timeout=20)
     with lease:

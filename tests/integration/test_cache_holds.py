@@ -70,7 +70,7 @@ def test_a_plan_that_does_not_fit_the_blocks_holds_nothing(toy):
         toy.connector.save("a", tokens[:256], list(range(250, 266)))
     toy.connector.finish("a")
     toy.cache.flush(timeout=5)
-    assert toy.cache._arena.slots_in_use == 0
+    assert toy.cache._depot.arena.slots_in_use == 0
     toy.save("b", tokens[:256])
     assert toy.connector.match("c", tokens, 0).tokens == 256
     with pytest.raises(ProtocolError, match="of 256"):
@@ -96,7 +96,7 @@ def test_a_part_that_cannot_be_sealed_gives_its_slot_back(toy, monkeypatch):
 
     monkeypatch.setattr("kvtier.flow.checksum", no_memory)
     toy.save("a", tokens[:256])
-    assert toy.cache._arena.slots_in_use == 2
+    assert toy.cache._depot.arena.slots_in_use == 2
     assert toy.cache.metrics.get("dropped_saves", reason="failed") == 1
     assert toy.cache.metrics.get("dropped_saves", reason="orphan") == 1
     toy.save("b", tokens[:256])
@@ -230,13 +230,13 @@ def test_a_block_table_that_is_too_short_is_misuse(toy):
     """Or the rest of a slot would be stored as it happens to be, under the chunk's name."""
     with pytest.raises(MisuseError, match="15 blocks do not hold 4 chunks"):
         toy.cache.plan_save(toy.cache.prefix(prompt(257)), list(range(15)))
-    assert toy.cache._arena.slots_in_use == 0
+    assert toy.cache._depot.arena.slots_in_use == 0
 
 
 def test_a_block_before_the_first_is_refused(toy):
-    plan = toy.cache.plan_save(toy.cache.prefix(prompt(65)), [0, 1, -1, 3])
+    plan = toy.cache.plan_save(toy.cache.prefix(prompt(65)), [0, 1, -2, 3])
     pages = toy.cache.bind(toy.kv, toy.device)
-    with pytest.raises(ProtocolError, match="blocks -1 to 3 of 256"):
+    with pytest.raises(ProtocolError, match="blocks -2 to 3 of 256"):
         pages.execute(plan, after=())
     toy.cache.settle(plan, CopyResult(CopyStatus.FAILED))
 
@@ -272,10 +272,10 @@ def test_threads_that_close_together_close_once(toy):
 
 
 def test_a_close_whose_flush_fails_still_closes(toy, monkeypatch):
-    monkeypatch.setattr(toy.cache, "flush", lambda timeout: 1 // 0)
+    monkeypatch.setattr(toy.cache._depot, "flush", lambda timeout: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         toy.cache.close()
-    assert toy.cache._arena.fd == -1
+    assert toy.cache._depot.arena.fd == -1
     assert not [one for one in threading.enumerate() if one.name == "kvtier-flow"]
 
 

@@ -19,9 +19,9 @@ from kvtier.identity.record import (
 
 U16 = st.integers(0, 2**16 - 1)
 U64 = st.integers(0, 2**64 - 1)
-PARTS = st.builds(lambda c, a, b: Part(c, min(a, b), max(a, b)), U16, U16, U16).filter(
-    lambda part: part.shard < part.shards
-)
+PARTS = st.builds(
+    lambda c, a, b, d, e: Part(c, min(a, b), max(a, b), min(d, e), max(d, e)), *[U16] * 5
+).filter(lambda part: part.shard < part.shards and part.stage < part.stages)
 KEYS = st.binary(min_size=32, max_size=32)
 SUMS = st.binary(min_size=16, max_size=16)
 SIZES = st.integers(0, 1 << 40)
@@ -29,7 +29,7 @@ HEADERS = st.builds(
     Header,
     namespace=KEYS,
     key=KEYS,
-    parent=KEYS,
+    parent=st.none() | st.binary(min_size=42, max_size=42).filter(lambda name: any(name[:32])),
     depth=st.integers(0, 2**31 - 1),
     part=PARTS,
     raw_bytes=SIZES,
@@ -38,14 +38,13 @@ HEADERS = st.builds(
     stored_sum=SUMS,
     codec=U16,
 )
-PLAN_PARTS = st.builds(
-    PlanPart, U64, U64, U64, U64, U64, U64, U64, st.lists(U64, max_size=5).map(tuple)
-)
+PLAN_PARTS = st.builds(PlanPart, *[U64] * 9, st.lists(U64, max_size=5).map(tuple))
 PLANS = st.builds(
     CopyPlan,
-    st.just(1),
+    st.just(2),
     U64,
     st.sampled_from(["load", "save"]),
+    U64,
     U64,
     st.lists(PLAN_PARTS, max_size=4).map(tuple),
 )
@@ -122,7 +121,7 @@ def assert_plan_or_protocol_error(data: bytes) -> None:
         plan = CopyPlan.decode(data)
     except ProtocolError:
         return
-    assert plan.version == 1
+    assert plan.version == 2
     assert plan.kind in {"load", "save"}
     for part in plan.parts:
         numbers = (part.offset, part.nbytes, part.serial, part.component, part.shard, part.shards)
@@ -148,4 +147,4 @@ def test_random_bytes_are_a_protocol_error(data: bytes):
 @given(VALUES, st.lists(VALUES, min_size=1, max_size=1))
 def test_other_messages_are_a_protocol_error(value: object, inner: list[object]):
     assert_plan_or_protocol_error(msgspec.msgpack.encode(value))
-    assert_plan_or_protocol_error(msgspec.msgpack.encode([1, 1, "load", 1, inner]))
+    assert_plan_or_protocol_error(msgspec.msgpack.encode([2, 1, "load", 1, 0, inner]))

@@ -88,7 +88,7 @@ def test_a_crash_is_part_of_the_seed():
 
 
 def test_a_cache_that_does_not_look_at_what_is_there_is_found(monkeypatch):
-    monkeypatch.setattr("kvtier.cache.index_tiers", lambda *_: None)
+    monkeypatch.setattr("kvtier.depot.index_tiers", lambda *_: None)
     assert any("not all of it is in the index" in one for one in failures(seeds=5))
 
 
@@ -115,7 +115,7 @@ def test_a_budget_that_begins_at_zero_is_found(monkeypatch):
         for number in tiers:
             catalog._shelves[number].used = 0
 
-    monkeypatch.setattr("kvtier.cache.index_tiers", free)
+    monkeypatch.setattr("kvtier.depot.index_tiers", free)
     assert any("not those that are counted" in one for one in failures(seeds=5))
 
 

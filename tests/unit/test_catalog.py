@@ -10,7 +10,7 @@ from kvtier.catalog.shelf import Room
 from kvtier.errors import MisuseError
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import record_id
-from kvtier.testing.small_catalog import LMDB, PART_BYTES, SUM, SmallCatalog, chain, names
+from kvtier.testing.small_catalog import LMDB, PART_BYTES, SUM, SmallCatalog, chain
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def test_a_reserved_part_is_invisible_until_it_is_committed(small):
     parts = chain(1)
     (slot,) = small.reserve(parts)
     assert small.found(parts) == []
-    assert small.catalog.lease(0, names(parts), 1.0) is None
+    assert small.lease(parts, 1.0) is None
     assert small.catalog.commit(parts[0].name, slot, SUM)
     assert small.found(parts) == [DRAM]
 
@@ -99,7 +99,7 @@ def test_the_head_of_a_prefix_outlives_its_tail(small):
 
 def test_touching_forward_would_evict_the_head_first(small, monkeypatch):
     """The twin: why chains are touched deepest first."""
-    monkeypatch.setattr(Room, "touch", lambda self, rows: self.shelves[0].policy.touch(rows))
+    monkeypatch.setattr(Room, "touch", lambda self, rows: self.shelves[0].order.touch(rows))
     monkeypatch.setattr(
         "kvtier.catalog.index.Index.leaf", lambda self, row, tier: not self.holds[row]
     )
@@ -113,7 +113,7 @@ def test_touching_forward_would_evict_the_head_first(small, monkeypatch):
 def test_a_leased_part_is_never_evicted(small):
     parts = chain(4)
     small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 10.0)
+    lease = small.lease(parts, 10.0)
     assert small.save(chain(4, seed=1)) == 0
     assert small.found(parts) == [DRAM] * 4
     lease.release()
@@ -125,7 +125,7 @@ def test_without_holds_a_leased_part_would_be_evicted(small, monkeypatch):
     parts = chain(4)
     small.save(parts)
     monkeypatch.setattr("kvtier.catalog.index.Index.leaf", lambda self, row, tier: True)
-    lease = small.catalog.lease(0, names(parts), 10.0)
+    lease = small.lease(parts, 10.0)
     small.save(chain(1, seed=1))
     assert not all(small.arena.holds(slot) for slots in lease.slots for slot in slots)
 
@@ -156,7 +156,7 @@ def test_a_slower_tier_keeps_its_budget_and_evicts_leaves():
     parts = chain(3)
     for part in parts:
         fixture.catalog.stored(part, LMDB, PART_BYTES)
-    victims = fixture.catalog.evict(LMDB, PART_BYTES)
+    victims = fixture.evict(LMDB, PART_BYTES)
     assert [victim.name for victim in victims] == [parts[2].name]
     assert fixture.found(parts) == [LMDB] * 2
     assert fixture.metrics.get("evicted_parts", tier="lmdb") == 1
@@ -170,9 +170,9 @@ def test_room_for_a_child_is_not_made_of_its_ancestors():
     for part in parts[:2]:
         fixture.catalog.stored(part, LMDB, PART_BYTES)
     child = fixture.catalog.hold_for_spill(parts[2].name, LMDB)
-    assert fixture.catalog.evict(LMDB, PART_BYTES, below=[child]) == []
+    assert fixture.evict(LMDB, PART_BYTES, below=[child]) == []
     fixture.catalog.release_rows([child])
-    assert len(fixture.catalog.evict(LMDB, PART_BYTES)) == 1
+    assert len(fixture.evict(LMDB, PART_BYTES)) == 1
     fixture.close()
 
 
@@ -181,7 +181,7 @@ def test_room_for_many_parts_is_one_pass_over_what_must_stay(monkeypatch):
     fixture = SmallCatalog(400)
     for seed in range(4):
         fixture.save(chain(100, seed))
-    leases = [fixture.catalog.lease(0, names(chain(100, seed)), 9.0) for seed in (0, 1)]
+    leases = [fixture.lease(chain(100, seed), 9.0) for seed in (0, 1)]
     looked = []
     leaf = Index.leaf
     monkeypatch.setattr(
@@ -197,15 +197,15 @@ def test_room_for_many_parts_is_one_pass_over_what_must_stay(monkeypatch):
 
 
 def test_parts_leave_in_lots_so_that_nobody_waits_long(monkeypatch):
-    monkeypatch.setattr("kvtier.catalog.catalog.LOT", 3)
+    monkeypatch.setattr("kvtier.catalog.below.LOT", 3)
     fixture = SmallCatalog(8, capacity=8 * PART_BYTES)
     parts = chain(8)
     fixture.save(parts)
     for part in parts:
         fixture.catalog.stored(part, LMDB, PART_BYTES)
-    assert len(fixture.catalog.evict(LMDB, 4 * PART_BYTES)) == 3
-    assert len(fixture.catalog.evict(LMDB, 4 * PART_BYTES)) == 1
-    assert fixture.catalog.evict(LMDB, 4 * PART_BYTES) == []
+    assert len(fixture.evict(LMDB, 4 * PART_BYTES)) == 3
+    assert len(fixture.evict(LMDB, 4 * PART_BYTES)) == 1
+    assert fixture.evict(LMDB, 4 * PART_BYTES) == []
     assert [len(fixture.catalog.clear(DRAM)) for _ in range(4)] == [3, 3, 2, 0]
     assert fixture.found(parts) == [LMDB] * 4
     fixture.close()
@@ -218,15 +218,15 @@ def test_a_fetch_reserves_once_and_a_second_one_joins_it(small):
     parts = chain(2)
     for part in parts:
         small.catalog.stored(part, LMDB, 0)
-    first, fresh = small.catalog.hold_for_fetch(names(parts))
-    second, none = small.catalog.hold_for_fetch(names(parts))
+    first, fresh = small.hold_for_fetch(parts)
+    second, none = small.hold_for_fetch(parts)
     assert first == second
     assert len(fresh) == 2
     assert none == []
-    assert small.catalog.resident(first) == 0
+    assert small.lease(parts, 9.0) is None
     for row in fresh:
         small.catalog.fetched(row, SUM)
-    assert small.catalog.resident(first) == 2
+    small.lease(parts, 9.0).release()
     for rows in (*first, *second):
         small.catalog.release_rows(rows)
     assert small.catalog._index.held_rows == 0
@@ -236,11 +236,13 @@ def test_a_failed_read_shortens_the_result_and_frees_the_slot(small):
     parts = chain(3)
     for part in parts:
         small.catalog.stored(part, LMDB, 0)
-    chunks, fresh = small.catalog.hold_for_fetch(names(parts))
+    chunks, fresh = small.hold_for_fetch(parts)
     small.catalog.fetched(fresh[0], SUM)
     small.catalog.fetched(fresh[1], None)
     small.catalog.fetched(fresh[2], SUM)
-    assert small.catalog.resident(chunks) == 1
+    lease = small.lease(parts, 9.0, whole=False)
+    assert lease.chunks == 1
+    lease.release()
     small.catalog.lost(fresh[1], LMDB)
     for rows in chunks:
         small.catalog.release_rows(rows)
@@ -253,8 +255,10 @@ def test_a_fetch_takes_what_fits_and_holds_no_more(small):
     parts = chain(6)
     for part in parts:
         small.catalog.stored(part, LMDB, 0)
-    chunks, fresh = small.catalog.hold_for_fetch(names(parts))
+    chunks, fresh = small.hold_for_fetch(parts)
     assert len(chunks) == len(fresh) == 4
+    assert small.hold_for_fetch(parts) == ([], []), "half of DRAM is being read into"
+    assert small.metrics.get("refused_fetches") == 1
     for row in fresh:
         small.catalog.fetched(row, None)
     for rows in chunks:
@@ -275,10 +279,11 @@ def test_a_chunk_is_there_only_when_all_its_parts_are():
         for shard, name in enumerate(parts):
             parent = chunks[depth - 1][shard] if depth else None
             fixture.catalog.stored(Part(name, parent, depth, PART_BYTES), LMDB, 0)
-    assert fixture.catalog.match(chunks) == [LMDB] * 4
+    wanted = [[Part(name, None, 0, PART_BYTES) for name in parts] for parts in chunks]
+    assert fixture.found_chunks(wanted) == [LMDB] * 4
     lost = fixture.catalog._index.find(chunks[2][1])
     fixture.catalog.lost(lost, LMDB)
-    assert fixture.catalog.match(chunks) == [LMDB] * 2
+    assert fixture.found_chunks(wanted) == [LMDB] * 2
     fixture.close()
 
 
@@ -293,20 +298,33 @@ def test_an_orphan_is_counted_and_served_again_when_its_parent_returns(small):
     assert small.found(parts) == [LMDB] * 3
 
 
-def test_orphans_do_not_outstay_what_is_used():
-    """Nobody can match them, so nothing touches them, and they grow old in their tier."""
-    fixture = SmallCatalog(4, capacity=4 * PART_BYTES)
+def test_orphans_leave_first():
+    """Nobody can match them, so they make room before anything that is of use, however old."""
+    fixture = SmallCatalog(4, capacity=5 * PART_BYTES)
+    (old,) = chain(1, seed=1)
     parts = chain(4)
-    for part in parts:
+    for part in (old, *parts):
         fixture.catalog.stored(part, LMDB, PART_BYTES)
     fixture.catalog.lost(fixture.rows(parts)[1], LMDB)
-    for seed in (1, 2, 3):
-        fixture.found(parts)
-        fixture.catalog.evict(LMDB, PART_BYTES)
-        (fresh,) = chain(1, seed)
-        fixture.catalog.stored(fresh, LMDB, PART_BYTES)
+    assert fixture.catalog._index.orphans == 1
+    left = [victim.name for _ in range(3) for victim in fixture.evict(LMDB, 2 * PART_BYTES)]
+    assert left == [parts[3].name]
+    fixture.catalog.stored(chain(1, seed=2)[0], LMDB, PART_BYTES)
+    left = [victim.name for victim in fixture.evict(LMDB, 2 * PART_BYTES)]
+    assert left == [parts[2].name]
     assert fixture.catalog._index.orphans == 0
-    assert fixture.found(parts) == [LMDB], "the head, which was used all the time, is there"
+    assert fixture.found([old]) == [LMDB]
+    fixture.close()
+
+
+def test_an_orphan_leaves_in_its_turn_again_once_its_parent_is_back():
+    fixture = SmallCatalog(4, capacity=4 * PART_BYTES)
+    parts = chain(3)
+    (old,) = chain(1, seed=1)
+    for part in (old, *parts[1:]):
+        fixture.catalog.stored(part, LMDB, PART_BYTES)
+    fixture.catalog.stored(parts[0], LMDB, PART_BYTES)
+    assert [victim.name for victim in fixture.evict(LMDB, PART_BYTES)] == [old.name]
     fixture.close()
 
 
@@ -335,7 +353,7 @@ def test_parents_that_lie_never_form_a_ring(small):
 def test_clearing_a_tier_takes_all_that_nobody_holds(small):
     parts = chain(4)
     small.save(parts)
-    lease = small.catalog.lease(0, names(parts[:1]), 9.0)
+    lease = small.lease(parts[:1], 9.0)
     assert len(small.catalog.clear(DRAM)) == 3
     assert small.found(parts) == [DRAM]
     lease.release()

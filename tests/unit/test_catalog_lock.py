@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 
+from kvtier.catalog.below import Below
 from kvtier.catalog.catalog import Catalog
 from kvtier.testing.mutations import chosen, removed
 from kvtier.testing.small_catalog import SmallCatalog
@@ -14,7 +15,7 @@ from kvtier.testing.small_catalog import SmallCatalog
 UNLOCKED = {"capacity"}
 CALLS = [
     name
-    for name, call in vars(Catalog).items()
+    for name, call in (vars(Below) | vars(Catalog)).items()
     if inspect.isfunction(call)
     and (not name.startswith("_") or name == "_end_lease")
     and name not in UNLOCKED
@@ -66,6 +67,6 @@ def test_a_call_of_the_catalog_takes_its_lock_first(catalog, name):
 
 def test_without_the_lock_a_call_goes_ahead(catalog):
     """The twin: one that has lost its lock is noticed."""
-    (unlocked,) = chosen("catalog.Catalog.gone:unlocked-*")
+    (unlocked,) = chosen("below.Below.gone:unlocked-*")
     with removed(unlocked):
         assert call(catalog, "gone")

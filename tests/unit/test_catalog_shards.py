@@ -6,7 +6,7 @@ from kvtier.catalog.catalog import Part
 from kvtier.catalog.index import DRAM
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import record_id
-from kvtier.testing.small_catalog import LMDB, PART_BYTES, SUM, SmallCatalog, chain, names
+from kvtier.testing.small_catalog import LMDB, PART_BYTES, SUM, SmallCatalog, chain
 
 
 def shards(count: int, depths: int) -> list[list[Part]]:
@@ -27,13 +27,13 @@ def test_a_chunk_that_lost_a_part_gets_that_part_again():
     for part, slot in fixture.catalog.reserve(chunks)[0]:
         fixture.catalog.commit(part.name, slot, SUM)
     fixture.save(chain(1, seed=9))  # room for it is made of one part of the last chunk
-    assert len(fixture.catalog.match([[p.name for p in chunk] for chunk in chunks])) == 2
+    assert len(fixture.found_chunks(chunks)) == 2
     taken, refused = fixture.catalog.reserve(chunks)
     assert refused == 0
     assert [part.depth for part, _ in taken] == [2]
     for part, slot in taken:
         assert fixture.catalog.commit(part.name, slot, SUM)
-    assert len(fixture.catalog.match([[p.name for p in chunk] for chunk in chunks])) == 3
+    assert len(fixture.found_chunks(chunks)) == 3
     fixture.close()
 
 
@@ -60,8 +60,8 @@ def test_room_for_a_part_is_not_made_of_the_ancestors_of_its_siblings():
     fixture.catalog.lost(fixture.rows(chunks[1])[1], DRAM)
     other = chain(1, seed=9)
     fixture.save(other)
-    lease = fixture.catalog.lease(0, names(other), 9.0)
+    lease = fixture.lease(other, 9.0)
     assert fixture.catalog.reserve(chunks) == ([], 1)
-    assert fixture.catalog.match([[p.name for p in chunk] for chunk in chunks]) == [DRAM, LMDB]
+    assert fixture.found_chunks(chunks) == [DRAM, LMDB]
     lease.release()
     fixture.close()

@@ -44,9 +44,10 @@ class Rank:
 
     def plan(self, kind: Any = "save", blocks: tuple[int, ...] = (1, 2, 3, 4), first: int = 0):
         parts = tuple(
-            PlanPart(*slot, index, 0, 1, first, blocks) for index, slot in enumerate(self.slots)
+            PlanPart(*slot, index, 0, 1, 0, 1, first, blocks)
+            for index, slot in enumerate(self.slots)
         )
-        return CopyPlan(1, 1, kind, self.id, parts)
+        return CopyPlan(2, 1, kind, self.id, len(blocks) * BLOCK, parts)
 
     def part(self, slot: Slot, index: int) -> np.ndarray:
         """Return a slot's tokens as [planes, tokens of the chunk, elements]."""
@@ -176,7 +177,7 @@ def test_a_plan_after_the_arena_closed_is_refused(rank: Rank):
 
 
 def test_an_empty_plan_is_done(rank: Rank):
-    for plan in (CopyPlan(1, 1, "load", rank.id, ()), rank.plan(blocks=())):
+    for plan in (CopyPlan(2, 1, "load", rank.id, 0, ()), rank.plan(blocks=())):
         result = rank.pages.execute(plan, after=()).result(SECONDS)
         assert (result.status, result.tokens) == (CopyStatus.OK, 0)
 
@@ -200,9 +201,9 @@ def test_tensors_that_do_not_match_the_geometry_are_refused(rank: Rank):
 def test_a_rank_holds_the_heads_of_its_shard(rank: Rank):
     geometry = Geometry((Component(3, 2, 8),), "float16", (BLOCK,), CHUNK)
     half = np.zeros((3, 2, BLOCKS, BLOCK, 1, 8), np.uint16)
-    pages = Pages(geometry, rank.arena, rank.id, [half], rank.device, shards=2)
-    part = PlanPart(*rank.slots[0], 0, 1, 2, 0, (5,))
-    plan = CopyPlan(1, 1, "save", rank.id, (part,))
+    pages = Pages(geometry, rank.arena, rank.id, [half], rank.device, (0, 2, 0, 1))
+    part = PlanPart(*rank.slots[0], 0, 1, 2, 0, 1, 0, (5,))
+    plan = CopyPlan(2, 1, "save", rank.id, BLOCK, (part,))
     assert pages.execute(plan, after=()).result(SECONDS).tokens == BLOCK
     with pytest.raises(ConfigError):
         Pages(geometry, rank.arena, rank.id, [half], rank.device)

@@ -13,11 +13,15 @@ from kvtier.copyplan import CopyPlan, PlanPart
 from kvtier.errors import ProtocolError
 
 PLAN = CopyPlan(
-    1,
+    2,
     17,
     "save",
     2**40,
-    (PlanPart(0, 8192, 3, 0, 0, 1, 16, (5, 4, 4000)), PlanPart(8192, 8192, 4, 1, 0, 1, 0, ())),
+    0,
+    (
+        PlanPart(0, 8192, 3, 0, 0, 1, 0, 1, 16, (5, 4, 4000)),
+        PlanPart(8192, 8192, 4, 1, 0, 1, 0, 1, 0, ()),
+    ),
 )
 RAW = msgspec.msgpack.decode(bytes(PLAN))
 
@@ -30,7 +34,7 @@ sys.stdout.buffer.write(bytes(CopyPlan.decode(sys.stdin.buffer.read())))
 
 def encoded(**changes: object) -> bytes:
     """Encode the plan with fields replaced, as only a faulty sender would."""
-    names = ("version", "id", "kind", "arena", "parts")
+    names = ("version", "id", "kind", "arena", "tokens", "parts")
     return msgspec.msgpack.encode([changes.get(name, RAW[i]) for i, name in enumerate(names)])
 
 
@@ -42,8 +46,8 @@ def test_a_plan_crosses_a_process():
 
 def test_a_plan_is_small():
     blocks = tuple(range(16))
-    parts = tuple(PlanPart(i << 22, 1 << 22, i, 0, 0, 1, 0, blocks) for i in range(512))
-    assert len(bytes(CopyPlan(1, 1, "load", 1, parts))) < 32_768
+    parts = tuple(PlanPart(i << 22, 1 << 22, i, 0, 0, 1, 0, 1, 0, blocks) for i in range(512))
+    assert len(bytes(CopyPlan(2, 1, "load", 1, 8192, parts))) < 32_768
 
 
 @pytest.mark.parametrize(
@@ -56,39 +60,39 @@ def test_a_plan_is_small():
         {"kind": None},
         {"arena": None},
         {"parts": None},
-        {"parts": [RAW[4][0][:-1]]},
-        {"parts": [[*RAW[4][0], 0]]},
-        {"parts": [[-1, *RAW[4][0][1:]]]},
-        {"parts": [[*RAW[4][0][:-1], [-1]]]},
-        {"parts": [[*RAW[4][0][:-1], ["0"]]]},
-        {"parts": [[*RAW[4][0][:-1], [True]]]},
+        {"parts": [RAW[5][0][:-1]]},
+        {"parts": [[*RAW[5][0], 0]]},
+        {"parts": [[-1, *RAW[5][0][1:]]]},
+        {"parts": [[*RAW[5][0][:-1], [-1]]]},
+        {"parts": [[*RAW[5][0][:-1], ["0"]]]},
+        {"parts": [[*RAW[5][0][:-1], [True]]]},
     ],
     ids=str,
 )
 def test_a_wrong_value_is_a_protocol_error(changes: dict[str, object]):
-    with pytest.raises(ProtocolError, match="not a copy plan of version 1"):
+    with pytest.raises(ProtocolError, match="not a copy plan of version 2"):
         CopyPlan.decode(encoded(**changes))
 
 
 def test_another_version_is_refused_by_its_number():
-    with pytest.raises(ProtocolError, match="plan version 2; this kvtier reads 1"):
-        CopyPlan.decode(encoded(version=2))
+    with pytest.raises(ProtocolError, match="plan version 3; this kvtier reads 2"):
+        CopyPlan.decode(encoded(version=3))
 
 
 def test_another_shape_is_refused_with_the_version_that_is_read():
-    with pytest.raises(ProtocolError, match="of version 1"):
+    with pytest.raises(ProtocolError, match="of version 2"):
         CopyPlan.decode(msgspec.msgpack.encode([*RAW, "new"]))
 
 
 def test_nesting_without_end_is_a_protocol_error():
     with pytest.raises(ProtocolError):
-        CopyPlan.decode(b"\x95\x01\x01\xa4load\x01" + b"\x91" * 100_000)
+        CopyPlan.decode(b"\x96\x02\x01\xa4load\x01\x00" + b"\x91" * 100_000)
 
 
 @pytest.mark.parametrize("count", [b"\xff\xff\xff\xff", b"\x7f\xff\xff\xff"])
 def test_a_promised_length_takes_no_memory(count: bytes):
     with pytest.raises(ProtocolError, match="truncated"):
-        CopyPlan.decode(b"\x95\x01\x01\xa4load\x01\xdd" + count)
+        CopyPlan.decode(b"\x96\x02\x01\xa4load\x01\x00\xdd" + count)
 
 
 def test_a_huge_message_is_not_read(monkeypatch):

@@ -161,6 +161,7 @@ OTHER_COMPONENTS = [
         {"head_size": 9},
         {"planes": 4},
         {"name": "other"},
+        {"replicated": True},
         {"needs": Needs.LAST},
         {"needs": Needs.TRAILING, "window": 5},
         {"needs": Needs.TRAILING, "window": 6},
@@ -181,7 +182,16 @@ def test_every_field_of_a_geometry_is_in_its_text():
     fields = {field.name for field in dataclasses.fields(Geometry)}
     assert fields == {"components", "dtype", "block_tokens", "chunk_tokens", "layout"}
     fields = {field.name for field in dataclasses.fields(Component)}
-    assert fields == {"layers", "heads", "head_size", "planes", "name", "needs", "window"}
+    assert fields == {
+        "layers",
+        "heads",
+        "head_size",
+        "planes",
+        "name",
+        "needs",
+        "window",
+        "replicated",
+    }
     texts = [geometry.encoding() for geometry in OTHERS]
     assert len(set(texts)) == len(texts)
 

@@ -25,6 +25,7 @@ from kvtier.identity import keys as module
 from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.keys import as_tokens, chunk_keys
 from kvtier.identity.namespace import Namespace, Request, Span, root_key
+from kvtier.identity.shape import chunk_shape
 from kvtier.prefix import Namer
 
 GOLDEN = Path(__file__).parent / "golden" / "keys-v1.json"
@@ -195,7 +196,7 @@ def test_adapters_and_salts_never_meet():
 
 def test_a_known_prefix_of_another_adapter_is_not_used():
     geometry = Geometry((Component(1, 1, 8),), chunk_tokens=16)
-    namer = Namer(Namespace("m", geometry), 1)
+    namer = Namer(Namespace("m", geometry), chunk_shape(geometry))
     mine, base = namer.prefix(TOKENS, Request(b"A"), None), namer.prefix(TOKENS[:32], None, None)
     assert namer.prefix(TOKENS, Request(b"A"), base).keys == mine.keys
     assert namer.prefix(TOKENS, None, base).keys[:2] == base.keys

@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.catalog.lease import LeaseState
 from kvtier.errors import MisuseError
-from kvtier.testing.small_catalog import SmallCatalog, chain, names
+from kvtier.testing.small_catalog import SmallCatalog, chain
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def small():
 def test_a_lease_ends_at_its_deadline(small):
     parts = chain(4)
     small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 2.0)
+    lease = small.lease(parts, 2.0)
     small.clock.now += 1.9
     small.catalog.expire()
     assert lease.state is LeaseState.HELD
@@ -39,7 +39,7 @@ def test_a_plan_issued_in_time_keeps_its_slots_past_the_deadline(small):
     """P4: quarantine, until the copy has reported."""
     parts = chain(4)
     small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 2.0)
+    lease = small.lease(parts, 2.0)
     assert small.catalog.issue(lease)
     small.clock.now += 5
     assert small.save(chain(4, seed=1)) == 0
@@ -52,7 +52,7 @@ def test_a_plan_issued_in_time_keeps_its_slots_past_the_deadline(small):
 def test_a_plan_is_refused_after_the_deadline(small):
     parts = chain(1)
     small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 2.0)
+    lease = small.lease(parts, 2.0)
     small.clock.now += 3
     assert not small.catalog.issue(lease)
 
@@ -60,7 +60,7 @@ def test_a_plan_is_refused_after_the_deadline(small):
 def test_releasing_while_a_copy_runs_frees_nothing_until_it_settles(small):
     parts = chain(4)
     small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 2.0)
+    lease = small.lease(parts, 2.0)
     small.catalog.issue(lease)
     lease.release()
     assert small.save(chain(1, seed=1)) == 0
@@ -71,8 +71,8 @@ def test_releasing_while_a_copy_runs_frees_nothing_until_it_settles(small):
 def test_releasing_twice_is_misuse_and_harms_nobody(small):
     parts = chain(4)
     small.save(parts)
-    first = small.catalog.lease(0, names(parts), 9.0)
-    second = small.catalog.lease(0, names(parts), 9.0)
+    first = small.lease(parts, 9.0)
+    second = small.lease(parts, 9.0)
     first.release()
     with pytest.raises(MisuseError):
         first.release()
@@ -84,7 +84,7 @@ def test_releasing_twice_is_misuse_and_harms_nobody(small):
 def test_settling_what_was_not_issued_is_misuse(small):
     parts = chain(1)
     small.save(parts)
-    lease = small.catalog.lease(0, names(parts), 9.0)
+    lease = small.lease(parts, 9.0)
     with pytest.raises(MisuseError):
         small.catalog.settle(lease)
 
@@ -96,7 +96,7 @@ def test_ten_thousand_careless_leases_leave_nothing_held():
     fixture.save(parts)
     for turn in range(10_000):
         fixture.clock.now += 0.01
-        lease = fixture.catalog.lease(0, names(parts), 1.0)
+        lease = fixture.lease(parts, 1.0)
         if turn % 3 == 0:
             lease.release()
         elif turn % 3 == 1:

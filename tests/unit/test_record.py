@@ -19,13 +19,13 @@ from kvtier.identity.record import (
     split_record_id,
 )
 
-GOLDEN = Path(__file__).parent / "golden" / "record-v1.hex"
+GOLDEN = Path(__file__).parent / "golden" / "record-v2.hex"
 HEADER = Header(
     namespace=bytes(range(32)),
     key=bytes(range(32, 64)),
-    parent=bytes(range(64, 96)),
+    parent=bytes(range(64, 96)) + bytes([6, 0, 7, 0, 8, 0, 9, 0, 10, 0]),
     depth=7,
-    part=Part(component=1, shard=2, shards=4),
+    part=Part(component=1, shard=2, shards=4, stage=3, stages=5),
     raw_bytes=1_000_000,
     stored_bytes=700_001,
     raw_sum=checksum(b"raw"),
@@ -44,13 +44,21 @@ def test_the_header_is_the_golden_one():
 def test_the_fields_lie_where_the_text_says():
     data = HEADER.pack()
     assert data[:8] == b"KVTIERrc"
-    numbers = [(8, 2, 1), (10, 2, 3), (12, 4, 7), (112, 2, 1), (114, 2, 2), (116, 2, 4)]
-    for at, size, value in [*numbers, (118, 2, 0), (120, 8, 1_000_000), (128, 8, 700_001)]:
+    numbers = [
+        (8, 2, 2),
+        (10, 2, 3),
+        (12, 4, 7),
+        (132, 4, 0),
+        (136, 8, 1_000_000),
+        (144, 8, 700_001),
+    ]
+    part = zip(range(112, 132, 2), [1, 2, 4, 3, 5, 6, 7, 8, 9, 10], strict=True)
+    for at, size, value in [*numbers, *((at, 2, value) for at, value in part)]:
         assert int.from_bytes(data[at : at + size], "little") == value, at
     assert data[16:112] == bytes(range(96))
-    assert data[136:152] == checksum(b"raw")
-    assert data[152:168] == checksum(b"stored")
-    assert data[168:240] == bytes(72)
+    assert data[152:168] == checksum(b"raw")
+    assert data[168:184] == checksum(b"stored")
+    assert data[184:240] == bytes(56)
     assert data[240:] == checksum(data[:240])
 
 
@@ -89,8 +97,8 @@ def sealed(body: bytes) -> bytes:
 
 def test_another_version_is_refused_by_its_number():
     body = bytearray(HEADER.pack()[:240])
-    body[8] = 2
-    with pytest.raises(Corrupt, match="record version 2; this kvtier reads 1"):
+    body[8] = 3
+    with pytest.raises(Corrupt, match="record version 3; this kvtier reads 2"):
         Header.unpack(sealed(bytes(body)))
 
 
@@ -106,6 +114,8 @@ def test_another_version_with_another_layout_is_named_too():
     [
         {"part": Part(0, 1, 1)},
         {"part": Part(0, 0, 0)},
+        {"part": Part(0, 0, 1, 1, 1)},
+        {"part": Part(0, 0, 1, 0, 0)},
         {"depth": 1 << 31},
         {"raw_bytes": (1 << 40) + 1},
         {"stored_bytes": (1 << 64) - 1},
@@ -118,6 +128,12 @@ def test_impossible_values_are_refused_though_their_checksum_is_right(change: di
         Header.unpack(hostile)
 
 
+def test_a_part_without_a_parent_has_none():
+    head = dataclasses.replace(HEADER, parent=None)
+    assert head.pack()[80:112] == bytes(32)
+    assert Header.unpack(head.pack()) == head
+
+
 def test_a_name_is_key_and_part():
     assert HEADER.id == record_id(HEADER.key, HEADER.part)
     assert split_record_id(HEADER.id) == (HEADER.key, HEADER.part)
@@ -126,9 +142,9 @@ def test_a_name_is_key_and_part():
     assert len({record_id(HEADER.key, part) for part in parts}) == len(parts)
 
 
-@pytest.mark.parametrize("size", [0, 32, 37, 39])
+@pytest.mark.parametrize("size", [0, 32, 41, 43])
 def test_a_name_of_another_length_is_refused(size: int):
-    with pytest.raises(Corrupt, match="38 bytes"):
+    with pytest.raises(Corrupt, match="42 bytes"):
         split_record_id(bytes(size))
 
 

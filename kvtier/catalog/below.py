@@ -1,0 +1,287 @@
+"""Below: the half of the Catalog that fetch and spill use, for the tiers below DRAM."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+from kvtier.catalog.index import DRAM, NO_ROW
+from kvtier.catalog.shelf import Room, Victims
+from kvtier.identity.record import RecordId
+from kvtier.identity.shape import Shape
+from kvtier.memory.arena import Slot
+from kvtier.metrics import Metrics
+
+__all__ = ["LOT", "Below", "Described", "Part", "Victim"]
+
+LOT: Final = 256
+"""Parts that leave a tier at a time: taking out more would hold the lock for milliseconds."""
+
+
+class Part(NamedTuple):
+    """One part: its name, its parent's, its chunk's depth, its raw bytes, whose it is.
+
+    level: its priority; parts of a lower one leave before all of a higher one.
+    """
+
+    name: RecordId
+    parent: RecordId | None
+    depth: int
+    nbytes: int
+    owner: int = 0
+    level: int = 0
+
+
+class Described(NamedTuple):
+    """A held row: what it is, and where its bytes lie."""
+
+    part: Part
+    namespace: bytes
+    slot: Slot
+    raw_sum: bytes
+
+
+class Victim(NamedTuple):
+    """A part that has left a slower tier's index and must be deleted from its Store."""
+
+    row: int
+    name: RecordId
+    charged: int
+
+
+class Below:
+    """See the module. Every call is under the Catalog's lock, and touches memory only."""
+
+    def __init__(self, room: Room, metrics: Metrics) -> None:
+        self._room = room
+        self._index = room.index
+        self._shelves = room.shelves
+        self._owners = room.owners
+        self._metrics = metrics
+        self._lock = threading.Lock()
+        self._fetching_bytes = 0
+
+    # ---- fetch: holds and slots for parts that lie in slower tiers
+
+    def hold_for_fetch(
+        self, names: Sequence[Sequence[RecordId]], shape: Shape, first: int, tokens: int, owner: int
+    ) -> tuple[list[tuple[int, ...]], list[int]]:
+        """Hold what a prefix of `tokens` needs of the chunks from `first` on, for bringing it up.
+
+        Returns the rows of each chunk, as far as all of it could be held, and those rows that
+        were given a fresh slot here: the caller reads them, then calls ``fetched``. A row that
+        another fetch is reading is held and not returned as fresh. Nothing is held while reads in
+        flight fill half of DRAM.
+        """
+        chunks: list[tuple[int, ...]] = []
+        fresh: list[int] = []
+        with self._lock:
+            if self._fetching_bytes > self._room.arena.nbytes // 2:
+                self._metrics.add("refused_fetches")
+                return [], []
+            victims = Victims(self._room, owner)
+            for chunk in range(first, -(-tokens // shape.chunk_tokens)):
+                needed = shape.needed(tokens, chunk)
+                taken: list[int] = []
+                for at in needed:
+                    name, nbytes = names[chunk][at], shape.nbytes[at]
+                    if not self._hold_for_fetch(name, nbytes, taken, fresh, victims):
+                        break
+                if len(taken) < len(needed):
+                    self._room.unhold(taken)
+                    break
+                chunks.append(tuple(taken))
+        return chunks, fresh
+
+    def _hold_for_fetch(
+        self, name: RecordId, nbytes: int, taken: list[int], fresh: list[int], victims: Victims
+    ) -> bool:
+        index = self._index
+        row = index.find(name)
+        if row == NO_ROW or not index.present[row]:
+            return False
+        if index.serial[row]:
+            index.hold(row, 1)
+            taken.append(row)
+            return True
+        index.hold(row, 1)
+        slot = self._room.slot_for(nbytes, [*taken, row], victims)
+        if slot is None:
+            self._room.unhold((row,))
+            return False
+        index.raw_bytes[row] = nbytes  # as the geometry says, whatever a record said of itself
+        self._room.take(row, slot)
+        self._fetching_bytes += slot.nbytes
+        taken.append(row)
+        fresh.append(row)
+        return True
+
+    def fetched(self, row: int, raw_sum: bytes | None) -> None:
+        """End the reading of a fresh row: publish it in DRAM, or with None take its slot back."""
+        with self._lock:
+            self._fetching_bytes -= self._index.slot(row).nbytes
+            if raw_sum is None:
+                self._room.abort(row)
+            else:
+                self._room.publish(row, raw_sum)
+
+    def release_rows(self, rows: Iterable[int]) -> None:
+        """Give back holds."""
+        with self._lock:
+            self._room.unhold(rows)
+
+    # ---- spill
+
+    def capacity(self, tier: int) -> int | None:
+        """Return a tier's budget in bytes; None for unbounded."""
+        return self._shelves[tier].capacity
+
+    def spare(self, tier: int) -> int | None:
+        """Return the bytes that a tier's budget has left; None for unbounded."""
+        with self._lock:
+            shelf = self._shelves[tier]
+            return None if shelf.capacity is None else shelf.capacity - shelf.used
+
+    def missing_chain(
+        self, name: RecordId, tier: int, queued: Container[RecordId]
+    ) -> list[RecordId]:
+        """Return a part and its ancestors that a tier lacks and DRAM has, deepest first.
+
+        Ends at the first ancestor that the tier has, that is queued for it, or that DRAM has not.
+        """
+        with self._lock:
+            index = self._index
+            names: list[RecordId] = []
+            row = index.find(name)
+            while self._room.in_dram(row) and not index.present[row] & 1 << tier:
+                if index.names[row] in queued:
+                    break
+                names.append(index.names[row])
+                row = index.parent[row]
+            return names
+
+    def gone(self, name: RecordId) -> bool:
+        """Say whether a part is in no tier, nor on its way into one."""
+        with self._lock:
+            return not self._room.known(self._index.find(name))
+
+    def hold_for_spill(self, name: RecordId, tier: int) -> int:
+        """Hold a part in DRAM that a tier lacks, for writing it; NO_ROW when there is none."""
+        with self._lock:
+            row = self._index.find(name)
+            if not self._room.in_dram(row) or self._index.present[row] & 1 << tier:
+                return NO_ROW
+            self._index.hold(row, 1)
+            return row
+
+    def in_dram(self, row: int) -> bool:
+        """Say whether a held part is still in DRAM: not so once it was withdrawn."""
+        with self._lock:
+            return self._room.in_dram(row)
+
+    def leaving(self, tier: int, nbytes: int) -> list[RecordId]:
+        """Return parts that DRAM would give up next for so many bytes, and that a tier lacks."""
+        with self._lock:
+            index, names = self._index, []
+            for row in itertools.islice(self._shelves[DRAM].order, LOT):
+                if nbytes <= 0:
+                    break
+                nbytes -= index.raw_bytes[row]
+                if not index.holds[row] and not index.present[row] & 1 << tier:
+                    names.append(index.names[row])
+            return names
+
+    def describe(self, row: int) -> Described:
+        """Return what a held row is, and where its bytes lie."""
+        with self._lock:
+            index = self._index
+            above = index.parent[row]
+            part = Part(
+                index.names[row],
+                index.names[above] if above != NO_ROW else None,
+                index.depth[row],
+                index.raw_bytes[row],
+                index.owner[row],
+                index.level[row],
+            )
+            namespace = self._owners.digests[part.owner]
+            return Described(part, namespace, index.slot(row), index.sums[row])
+
+    def tiers_of(self, row: int) -> list[int]:
+        """Return the slower tiers that have the part, fastest first."""
+        with self._lock:
+            bits = self._index.present[row]
+            return [t for t in range(1, len(self._shelves)) if bits & 1 << t]
+
+    def stored(self, part: Part, tier: int, charged: int) -> None:
+        """Note that a tier has a part: written there, found on reopening, or seen by a probe."""
+        with self._lock:
+            index = self._index
+            row = index.ensure(part.name, part.parent, part.depth, part.nbytes, part.owner)
+            if not index.present[row] & 1 << tier:
+                self._room.enter(row, tier, charged)
+
+    def lost(self, row: int, tier: int) -> None:
+        """Note that a tier does not have a part after all, or has it spoilt."""
+        with self._lock:
+            self._room.leave(row, tier)
+
+    # ---- room
+
+    def evict(
+        self,
+        tier: int,
+        nbytes: Mapping[int, int],
+        *,
+        at_least: int = 0,
+        below: Sequence[int] = (),
+    ) -> list[Victim]:
+        """Take leaves out of a slower tier until more bytes fit its budget, LOT at most.
+
+        nbytes: by owner; an owner's share above its ceiling gives way itself. at_least: parts
+        that must leave even if the budget has room. below: rows for which the room is made;
+        their parents, and so all their ancestors, stay. The caller asks again after a full lot,
+        and deletes the victims from the Store; they can no longer be matched.
+        """
+        with self._lock:
+            kept = self._room.hold_parents(below)
+            shelf = self._shelves[tier]
+            victims: list[Victim] = []
+            for share, wanted in self._by_share(nbytes).items():
+                while len(victims) < LOT and self._room.over_ceiling(share, tier, wanted):
+                    row = next(self._room.victims(tier, share), NO_ROW)
+                    if row == NO_ROW:
+                        break
+                    victims.append(self._take_out(row, tier))
+            rows = itertools.islice(self._room.victims(tier), LOT - len(victims))
+            total = sum(nbytes.values())
+            while len(victims) < at_least or (
+                shelf.capacity is not None and shelf.used + total > shelf.capacity
+            ):
+                row = next(rows, NO_ROW)
+                if row == NO_ROW:
+                    break
+                victims.append(self._take_out(row, tier))
+            self._metrics.add("evicted_parts", len(victims), tier=shelf.name)
+            self._room.unhold(kept)
+            return victims
+
+    def clear(self, tier: int) -> list[Victim]:
+        """Take what nobody holds out of a tier, deepest first; fewer than LOT when all of it."""
+        with self._lock:
+            rows = itertools.islice(self._room.victims(tier), LOT)
+            return [self._take_out(row, tier) for row in rows]
+
+    def _by_share(self, nbytes: Mapping[int, int]) -> dict[int, int]:
+        shares: dict[int, int] = {}
+        for owner, count in nbytes.items():
+            share = self._owners.shares[owner]
+            shares[share] = shares.get(share, 0) + count
+        return shares
+
+    def _take_out(self, row: int, tier: int) -> Victim:
+        victim = Victim(row, self._index.names[row], self._index.charged[tier][row])
+        self._room.leave(row, tier)
+        return victim

@@ -1,0 +1,243 @@
+"""Order: which part of one tier leaves first. Called under the Catalog's lock.
+
+First go parts that nothing can use any more (orphans, and what hangs under them), then the lower
+priorities, and within one priority the policy decides. A part whose turn comes while it has to
+stay is parked, and looked at again only when what kept it has ended: so the order is never gone
+through twice, however many parts are held.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+from kvtier.catalog.index import NO_ROW, Index
+from kvtier.policies.base import Policy
+
+__all__ = ["Order"]
+
+
+class _Queue:
+    """The parts of one priority and one share. ready: their turn came before, and they may go."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.ready: dict[int, None] = {}
+
+
+class Order:
+    """The order of one tier. policy: makes an empty one, for each priority and share.
+
+    share: says in which share a row counts; spare: by how many bytes a share is above what nobody
+    may take from it. Share 0, the common one, keeps nothing back.
+    """
+
+    def __init__(
+        self,
+        index: Index,
+        tier: int,
+        policy: Callable[[], Policy],
+        share: Callable[[int], int],
+        spare: Callable[[int], int],
+    ) -> None:
+        self._index = index
+        self._tier = tier
+        self._policy = policy
+        self._share = share
+        self._spare = spare
+        self._queues: dict[tuple[int, int], _Queue] = {}
+        self._first: dict[int, None] = {}  # a stack: what hangs under a row lies above it
+        self._parked: dict[int, None] = {}
+        self._stuck: dict[int, None] = {}  # parked, since this is the last copy of a parent
+        self._count = 0
+
+    def __len__(self) -> int:
+        """Rows in the tier."""
+        return self._count
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield every row, those first that would leave first if none were kept."""
+        yield from reversed(self._first)
+        for queue in self._sorted():
+            yield from queue.ready
+            yield from queue.policy.victims()
+        yield from self._parked
+        yield from self._stuck
+
+    def insert(self, row: int) -> None:
+        """A part came into the tier."""
+        self._count += 1
+        self._queue(row).policy.insert(row)
+
+    def touch(self, rows: Sequence[int]) -> None:
+        """Parts were used, in this order; those that are not in the tier are passed over."""
+        aside = self._first or self._parked or self._stuck
+        if not (aside or any(queue.ready for queue in self._queues.values())) and (
+            len(self._queues) == 1
+        ):
+            next(iter(self._queues.values())).policy.touch(rows)
+            return
+        present, bit = self._index.present, 1 << self._tier
+        for row in rows:
+            if not present[row] & bit:
+                continue
+            if row in self._first:
+                if not self._index.orphan(row):
+                    self.revive(row)
+                continue
+            queue = self._queue(row)
+            if self._unpark(row) or _dropped(queue.ready, row):
+                queue.policy.insert(row)
+            else:
+                queue.policy.touch((row,))
+
+    def remove(self, row: int) -> None:
+        """A part left the tier."""
+        self._count -= 1
+        self._take(row)
+
+    def expend(self, row: int) -> None:
+        """Let a part leave before all others: nothing can use it."""
+        self._take(row)
+        self._first[row] = None
+
+    def revive(self, row: int) -> None:
+        """Let a part, and what hangs under it, leave in its turn again."""
+        rows = [row]
+        while rows:
+            row = rows.pop()
+            if _dropped(self._first, row):
+                self._queue(row).policy.insert(row)
+                rows += [child for child in self._index.children_of(row) if child in self._first]
+
+    def wake(self, row: int) -> None:
+        """Look again at a parked part: what kept it may have ended."""
+        if self._unpark(row):
+            (self._first if self._index.orphan(row) else self._queue(row).ready)[row] = None
+
+    def victims(self, share: int | None = None) -> Iterator[int]:
+        """Yield the rows that should leave, in order; one has left when the next is asked.
+
+        share: take from it alone. Otherwise what nobody may take from a share is left to it.
+        """
+        going = True
+        while going:
+            going = False
+            for row in itertools.chain(self._expendable(share), self._by_level(share)):
+                going = True
+                yield row
+            # A parent of a lower priority may have become a leaf when its turn was over.
+            going = going and any(queue.ready for queue in self._queues.values())
+
+    def last_copies(self) -> Iterator[int]:
+        """Yield rows that stay only because their children, in other tiers, need a parent."""
+        for row in list(self._stuck):
+            if not self._index.holds[row] and not self._index.kids[self._tier][row]:
+                yield row
+
+    def _by_level(self, share: int | None) -> Iterator[int]:
+        """Yield rows by priority; within one, from the share that is most above its own."""
+        for level in sorted({level for level, _ in self._queues}):
+            turns = {
+                one: self._leaving(queue)
+                for (at, one), queue in self._queues.items()
+                if at == level and share in (None, one)
+            }
+            while turns:
+                most = max(turns, key=self._spare)
+                row = NO_ROW
+                if share is not None or most == 0 or self._spare(most) > 0:
+                    row = next(turns[most], NO_ROW)
+                if row == NO_ROW:
+                    del turns[most]
+                else:
+                    yield row
+
+    def _leaving(self, queue: _Queue) -> Iterator[int]:
+        """Yield the rows of one queue that may leave; park those that may not."""
+        leaf, tier = self._index.leaf, self._tier
+        turns = queue.policy.victims()
+        while True:
+            while queue.ready:
+                row = next(iter(queue.ready))
+                if leaf(row, tier):
+                    yield row
+                else:
+                    del queue.ready[row]
+                    self._park(row)
+            row = next(turns, NO_ROW)
+            if row == NO_ROW:
+                return
+            if leaf(row, tier):
+                yield row
+            else:
+                queue.policy.remove(row)
+                self._park(row)
+
+    def _expendable(self, share: int | None) -> Iterator[int]:
+        """Yield the rows that leave first, each after what hangs under it."""
+        index, tier = self._index, self._tier
+        bit = 1 << tier
+        rows = (row for row in reversed(list(self._first)) if share in (None, self._share(row)))
+        for first in rows:
+            row = first
+            while row != NO_ROW and row in self._first:
+                below = (
+                    child
+                    for child in (index.children_of(row) if index.kids[tier][row] else ())
+                    if index.present[child] & bit and not index.parked[child] & bit
+                )
+                child = next(below, NO_ROW)
+                if child != NO_ROW:
+                    self.expend(child)
+                    row = child
+                    continue
+                above = index.parent[row]
+                if index.leaf(row, tier):
+                    yield row
+                else:
+                    del self._first[row]
+                    self._park(row)
+                row = above
+
+    def _queue(self, row: int) -> _Queue:
+        key = (self._index.level[row], self._share(row))
+        queue = self._queues.get(key)
+        if queue is None:
+            queue = self._queues[key] = _Queue(self._policy())
+        return queue
+
+    def _sorted(self) -> list[_Queue]:
+        return [queue for _, queue in sorted(self._queues.items(), key=lambda item: item[0])]
+
+    def _park(self, row: int) -> None:
+        index = self._index
+        index.parked[row] |= 1 << self._tier
+        stays = index.holds[row] or index.kids[self._tier][row]
+        (self._parked if stays else self._stuck)[row] = None
+
+    def _unpark(self, row: int) -> bool:
+        """Take a row from where it was parked; say whether it was."""
+        bit = 1 << self._tier
+        if not self._index.parked[row] & bit:
+            return False
+        self._index.parked[row] &= ~bit
+        self._parked.pop(row, None)
+        self._stuck.pop(row, None)
+        return True
+
+    def _take(self, row: int) -> None:
+        """Take a row out of wherever it is."""
+        if _dropped(self._first, row) or self._unpark(row):
+            return
+        queue = self._queue(row)
+        if not _dropped(queue.ready, row):
+            queue.policy.remove(row)
+
+
+def _dropped(rows: dict[int, None], row: int) -> bool:
+    """Take a row out of some; say whether it was there."""
+    if row in rows:
+        del rows[row]
+        return True
+    return False

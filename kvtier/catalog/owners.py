@@ -1,0 +1,66 @@
+"""Owners: the namespaces whose parts lie in one catalog, and how much of it is whose.
+
+A tenant with a Quota has a share of each tier that is counted apart: what lies below its floor
+nobody takes from it, and above its ceiling it takes from itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from kvtier.errors import ConfigError
+
+__all__ = ["NOBODY", "Owners", "Quota"]
+
+NOBODY: Final = 0
+"""The owner of parts of more namespaces than can be told apart; they are never served."""
+
+_MOST: Final = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A tenant's part of every tier, as fractions of its capacity.
+
+    floor: what other tenants cannot take from it; ceiling: what it cannot exceed.
+    """
+
+    floor: float = 0.0
+    ceiling: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.floor <= self.ceiling <= 1.0:
+            raise ConfigError(
+                f"a quota needs 0 <= floor <= ceiling <= 1, not {self.floor} and {self.ceiling}"
+            )
+
+
+class Owners:
+    """Namespaces by number. quotas: by tenant."""
+
+    def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
+        quotas = quotas or {}
+        if sum(quota.floor for quota in quotas.values()) > 1:
+            raise ConfigError("the floors of all tenants' quotas together exceed 1; lower some")
+        self.quotas = (Quota(), *quotas.values())
+        self.digests = [b""]
+        self.shares = [0]
+        self._tenants = {tenant: number for number, tenant in enumerate(quotas, 1)}
+        self._numbers: dict[bytes, int] = {}
+
+    def number(self, digest: bytes) -> int:
+        """Return the number of a namespace, from now on if it is new."""
+        number = self._numbers.get(digest)
+        if number is None:
+            if len(self.digests) == _MOST:
+                return NOBODY
+            number = self._numbers[digest] = len(self.digests)
+            self.digests.append(digest)
+            self.shares.append(0)
+        return number
+
+    def share_of(self, tenant: str) -> int:
+        """Return the number of a tenant's share: 0, the common one, for one without a quota."""
+        return self._tenants.get(tenant, 0)

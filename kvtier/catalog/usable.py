@@ -1,0 +1,46 @@
+"""Usable: the longest prefix at which every component has what it needs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+
+from kvtier.identity.shape import Shape
+
+__all__ = ["usable_tokens"]
+
+
+def usable_tokens(
+    shape: Shape, chunks: int, limit: int, has: Callable[[int, int], bool]
+) -> tuple[int, int]:
+    """Return the longest usable length, in tokens, and how many chunks have what each needs.
+
+    limit: tokens, at most; the length is a multiple of the block, and of the chunk where a state
+    is needed at its end. has: says whether the part at a position of a chunk is there.
+    """
+    size = shape.chunk_tokens
+    whole = next((c for c in range(chunks) if not all(has(c, at) for at in shape.always)), chunks)
+    most = min(whole * size, limit // shape.block_tokens * shape.block_tokens)
+    if shape.plain:
+        return most, whole
+    covered = -(-most // size)
+    runs = {at: _runs(has(c, at) for c in range(covered)) for at, _ in shape.windows}
+    lengths = itertools.chain((most,), range((most - 1) // size * size, 0, -size))
+    for tokens in lengths if most else ():
+        last = (tokens - 1) // size
+        if shape.states and (tokens % size or not all(has(last, at) for at in shape.states)):
+            continue
+        firsts = ((at, max(tokens - window, 0) // size) for at, window in shape.windows)
+        if all(runs[at][last] > last - first for at, first in firsts):
+            return tokens, whole
+    return 0, whole
+
+
+def _runs(present: Iterable[bool]) -> list[int]:
+    """Return for each place how many in a row are present up to it, itself included."""
+    runs: list[int] = []
+    run = 0
+    for one in present:
+        run = run + 1 if one else 0
+        runs.append(run)
+    return runs

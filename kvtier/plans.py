@@ -1,0 +1,182 @@
+"""Plans: which slots go to which blocks. Plain data out of leases and reservations."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Final, Literal
+
+from kvtier.catalog.catalog import Catalog, Part
+from kvtier.catalog.lease import Lease
+from kvtier.copyplan import PLAN_VERSION, CopyPlan, PlanPart
+from kvtier.errors import MisuseError
+from kvtier.identity.geometry import Geometry, Needs
+from kvtier.identity.record import Part as PartName
+from kvtier.identity.record import split_record_id
+from kvtier.identity.shape import Shape
+from kvtier.memory.arena import Slot
+from kvtier.prefix import Prefix
+from kvtier.transfer import CopyResult, CopyStatus
+
+__all__ = ["ABSENT", "BlockTable", "Issued", "Plans"]
+
+ABSENT: Final = -1
+"""In a block table: the engine has no such block, or needs none."""
+
+BlockTable = Sequence[int] | Sequence[Sequence[int]]
+"""Block ids in token order, for all components or one sequence for each of them."""
+
+Issued = Lease | list[tuple[Part, Slot]]
+"""What a plan still holds: a load its lease, a save the slots it fills."""
+
+
+class Plans:
+    """The plans of one Cache that are out. Safe from any thread.
+
+    arena: the id of its arena; ids: gives plan ids, shared by all caches of that arena.
+    """
+
+    def __init__(
+        self, catalog: Catalog, geometry: Geometry, shape: Shape, arena: int, ids: Iterator[int]
+    ) -> None:
+        self._catalog = catalog
+        self._shape = shape
+        self._states = [one.needs is Needs.LAST for one in geometry.components]
+        self._arena = arena
+        self._ids = ids
+        self._chunk = shape.chunk_tokens
+        self._block = shape.block_tokens
+        self._lock = threading.Lock()
+        self._out: dict[int, Issued] = {}
+
+    def __len__(self) -> int:
+        """Plans that have not been settled."""
+        return len(self._out)
+
+    def load(self, lease: Lease, into: BlockTable, start: int | None) -> CopyPlan | None:
+        """See ``Cache.plan_load``."""
+        begin = lease.first * self._chunk
+        start = begin if start is None else start
+        tables = self._tables(into)
+        stop = self._stop(lease, tables, start)
+        if not self._catalog.issue(lease):
+            return None
+        parts: list[PlanPart] = []
+        for chunk, (names, slots) in enumerate(
+            zip(lease.names, lease.slots, strict=True), lease.first
+        ):
+            for name, slot in zip(names, slots, strict=True):
+                which = split_record_id(name)[1]
+                table = tables[which.component]
+                parts += self._loaded(chunk, which, slot, table, (start, stop))
+        return self._new("load", parts, lease, stop - start)
+
+    def save(
+        self, prefix: Prefix, tables: BlockTable, first: int, levels: Sequence[int]
+    ) -> tuple[CopyPlan | None, int]:
+        """See ``Cache.plan_save``. Returns, too, how many chunks found no room."""
+        per_component = self._tables(tables)
+        self._check_length(per_component, len(prefix.names))
+        wanted = [
+            [
+                prefix.part(chunk, at, levels[chunk] if levels else 0)
+                for at, name in enumerate(self._shape.names)
+                if ABSENT not in self._blocks(per_component, name, chunk)
+            ]
+            for chunk in range(first, len(prefix.names))
+        ]
+        taken, refused = self._catalog.reserve(wanted)
+        if not taken:
+            return None, refused
+        parts = []
+        for part, slot in taken:
+            name = split_record_id(part.name)[1]
+            blocks = tuple(self._blocks(per_component, name, part.depth))
+            parts.append(PlanPart(*slot, *name, first_token=0, blocks=blocks))
+        tokens = len({part.depth for part, _ in taken}) * self._chunk
+        return self._new("save", parts, taken, tokens), refused
+
+    def settled(self, plan: CopyPlan, result: CopyResult) -> Issued:
+        """Take a plan back whose copies have ended; return what it held."""
+        if result.status is CopyStatus.TIMEOUT:
+            raise MisuseError("a copy that has not ended cannot be settled")
+        issued = self._out.pop(plan.id, None)
+        if issued is None:
+            raise MisuseError(f"plan {plan.id} was not issued here, or was settled before")
+        return issued
+
+    def _new(
+        self, kind: Literal["load", "save"], parts: list[PlanPart], issued: Issued, tokens: int
+    ) -> CopyPlan:
+        plan = CopyPlan(PLAN_VERSION, next(self._ids), kind, self._arena, tokens, tuple(parts))
+        with self._lock:
+            self._out[plan.id] = issued
+        return plan
+
+    # ---- block tables
+
+    def _tables(self, given: BlockTable) -> list[Sequence[int]]:
+        """Return one table for each component."""
+        count = len(self._states)
+        shared = [block for block in given if isinstance(block, int)]
+        if len(shared) == len(given) and not (count > 1 and any(self._states)):
+            return [shared] * count
+        each: list[Sequence[int]] = [table for table in given if not isinstance(table, int)]
+        if len(each) != len(given) or len(each) != count:
+            raise MisuseError(f"{count} components need one block table each, or share one")
+        return each
+
+    def _stop(self, lease: Lease, tables: list[Sequence[int]], start: int) -> int:
+        """Return where a load into these tables ends. Raises MisuseError where it does not fit."""
+        begin, end = lease.first * self._chunk, (lease.first + lease.chunks) * self._chunk
+        lengths = [len(t) for t, state in zip(tables, self._states, strict=True) if not state]
+        stop = start + lengths[0] * self._block if lengths else lease.tokens
+        if start < begin or start % self._block or stop > end or len(set(lengths)) > 1:
+            raise MisuseError(
+                f"tokens {start}..{stop} are not blocks of the leased tokens {begin}..{end}"
+            )
+        if not self._shape.plain and stop != lease.tokens:
+            raise MisuseError(
+                f"a model with windows or states is loaded up to the lease's {lease.tokens} "
+                f"tokens, not up to {stop}"
+            )
+        places = (t for t, state in zip(tables, self._states, strict=True) if state)
+        if any(len(table) != 1 for table in places):
+            raise MisuseError("a load of states takes the one place that the state goes to")
+        return stop
+
+    def _check_length(self, tables: list[Sequence[int]], chunks: int) -> None:
+        for table, state in zip(tables, self._states, strict=True):
+            need = chunks if state else chunks * (self._chunk // self._block)
+            if len(table) < need:
+                what = "states" if state else "blocks"
+                raise MisuseError(
+                    f"{len(table)} {what} do not hold {chunks} chunks, which need {need}"
+                )
+
+    def _blocks(self, tables: list[Sequence[int]], name: PartName, chunk: int) -> Sequence[int]:
+        """Return the blocks of a part of a chunk, or the place of its state."""
+        table = tables[name.component]
+        if self._states[name.component]:
+            return table[chunk : chunk + 1]
+        count = self._chunk // self._block
+        return table[chunk * count : (chunk + 1) * count]
+
+    def _loaded(
+        self, chunk: int, name: PartName, slot: Slot, table: Sequence[int], span: tuple[int, int]
+    ) -> Iterator[PlanPart]:
+        """Yield the copies of one part: a run of blocks each, without those that are absent."""
+        if self._states[name.component]:
+            yield PlanPart(*slot, *name, first_token=0, blocks=tuple(table))
+            return
+        begin, (start, stop) = chunk * self._chunk, span
+        low, high = max(start, begin), min(stop, begin + self._chunk)
+        run: list[int] = []
+        for token in range(low, high, self._block):
+            block = table[(token - start) // self._block]
+            if block != ABSENT:
+                run.append(block)
+            if run and (block == ABSENT or token + self._block >= high):
+                first = token - begin - (len(run) - (block != ABSENT)) * self._block
+                yield PlanPart(*slot, *name, first_token=first, blocks=tuple(run))
+                run = []
