@@ -6,20 +6,25 @@ import random
 import threading
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import pytest
 
 import kvtier
 from kvtier.clock import Clock, monotonic
 from kvtier.config import Config, TierConfig, parse_tier
-from kvtier.identity.record import Header, RecordId
-from kvtier.memory.arena import Slot
+from kvtier.device.cpu import CpuDevice
+from kvtier.identity.geometry import Needs, component_shards, stage_layers
+from kvtier.identity.record import Header, RecordId, split_record_id
+from kvtier.identity.shape import chunk_shape
+from kvtier.memory.arena import Slot, slot_bytes_for
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.faults import FaultyStore, Rates
 from kvtier.testing.oracle import Oracle
 from kvtier.testing.toy import CHUNK_BYTES, NAMESPACE, Toy
 from kvtier.tiers.store import Capabilities, Read, Status, Store, Write
+from kvtier.transfer import CopyStatus
 
 T = TypeVar("T")
 
@@ -210,6 +215,172 @@ def engines() -> Iterator[Engines]:
     found = Engines()
     yield found
     found.close_all()
+
+
+# ----------------------------------------------------------------------------- ranks, kinds of KV
+
+
+class Ranks:
+    """An engine of several ranks and kinds of layers: each rank has tensors, and copies, its own.
+
+    What it computes of a block, or of a state, is one number that tells whose it is.
+    """
+
+    def __init__(
+        self,
+        geometry: kvtier.Geometry,
+        *,
+        shards: int = 1,
+        stages: int = 1,
+        store: Store | None = None,
+        chunks: int = 16,
+        most: int = 8,
+    ) -> None:
+        """Open a cache with dram for `chunks`. most: chunks of the longest prompt."""
+        self.geometry = geometry
+        self.ranks = [(shard, stage) for stage in range(stages) for shard in range(shards)]
+        self.most, self.block = most, geometry.block_tokens[0]
+        shape = chunk_shape(geometry, shards, stages)
+        tiers = () if store is None else (TierConfig("disk", "", None, "through", store=store),)
+        config = Config(chunks * sum(map(slot_bytes_for, shape.nbytes)), tiers)
+        namespace = kvtier.Namespace("ranks", geometry)
+        self.cache = kvtier.Cache(config, namespace, shards=shards, stages=stages)
+        self.recount = Recount(self.cache, monotonic)
+        self.devices = [CpuDevice() for _ in self.ranks]
+        self.kv = [self._tensors(*rank, shards, stages) for rank in self.ranks]
+        self.pages = [
+            self.cache.bind(kv, device, shard=shard, stage=stage)
+            for kv, device, (shard, stage) in zip(self.kv, self.devices, self.ranks, strict=True)
+        ]
+        self._owner = [
+            [shard * component_shards(one, shards) // shards for one in geometry.components]
+            for shard, _ in self.ranks
+        ]
+
+    def _tensors(self, shard: int, stage: int, shards: int, stages: int) -> list[np.ndarray]:
+        """Return a rank's tensors: places for the longest prompt, and as many to load into."""
+        del shard
+        found = []
+        for one in self.geometry.components:
+            layers = len(stage_layers(one, stage, stages))
+            heads = one.heads // component_shards(one, shards)
+            place = (heads, one.head_size)
+            if one.needs is not Needs.LAST:
+                place = (self.block, *place)
+            count = 2 * self._places(one)
+            found.append(np.zeros((layers, one.planes, count, *place), np.uint16))
+        return found
+
+    def _places(self, component: kvtier.Component) -> int:
+        per_chunk = self.geometry.chunk_tokens // self.block
+        return self.most * (1 if component.needs is Needs.LAST else per_chunk)
+
+    def _number(self, rank: int, component: int, place: int) -> int:
+        stage = self.ranks[rank][1]
+        return 1 + place + 100 * (self._owner[rank][component] + 10 * (stage + 3 * component))
+
+    def save(self, tokens: np.ndarray, absent: Collection[tuple[int, int]] = ()) -> list[int]:
+        """Compute and save a prompt; return how many parts each rank was to copy.
+
+        absent: components with a place that the engine has not got any more.
+        """
+        tables: list[list[int]] = []
+        for at, one in enumerate(self.geometry.components):
+            for rank in range(len(self.ranks)):
+                for place in range(self._places(one)):
+                    self.kv[rank][at][:, :, place] = self._number(rank, at, place)
+            places = range(self._places(one))
+            tables.append([-1 if (at, place) in absent else place for place in places])
+        plan = self.cache.plan_save(self.cache.prefix(tokens), tables)
+        if plan is None:
+            return [0] * len(self.ranks)
+        results = [pages.execute(plan, ()).result(10) for pages in self.pages]
+        assert {result.status for result in results} == {CopyStatus.OK}
+        self.cache.settle(plan, results[0])
+        assert self.cache.flush(timeout=20)
+        return [
+            sum(pages._copy(part, saves=True) is not None for part in plan.parts)
+            for pages in self.pages
+        ]
+
+    def load(self, tokens: np.ndarray) -> int:
+        """Load what there is into all ranks; return its length. All that is needed is exact."""
+        match = self.cache.match(tokens)
+        if not match.tokens and not match.unknown:
+            return 0
+        lease = self.cache.fetch(match, timeout=10, deadline=60).result(20)
+        if lease is None:
+            return 0
+        with lease:
+            length = lease.tokens
+            tables = [self._into(one, length) for one in self.geometry.components]
+            plan = self.cache.plan_load(lease, tables)
+        for kv in self.kv:
+            for at, one in enumerate(self.geometry.components):
+                kv[at][:, :, self._places(one) :] = 0xABAB
+        results = [pages.execute(plan, ()).result(10) for pages in self.pages]
+        self.cache.settle(plan, results[0])
+        assert {(result.status, result.tokens) for result in results} == {(CopyStatus.OK, length)}
+        for rank in range(len(self.ranks)):
+            for at, one in enumerate(self.geometry.components):
+                self._check(rank, at, one, length)
+        return length
+
+    def _into(self, component: kvtier.Component, length: int) -> list[int]:
+        first = self._places(component)
+        if component.needs is Needs.LAST:
+            return [first]
+        skipped = max(length - component.window, 0) // self.block if component.window else 0
+        return [-1 if at < skipped else first + at for at in range(length // self.block)]
+
+    def _check(self, rank: int, at: int, component: kvtier.Component, length: int) -> None:
+        """Check each place: loaded ones hold what was computed, and the others were not touched."""
+        first = self._places(component)
+        into = self._into(component, length)
+        if component.needs is Needs.LAST:
+            right = {first: length // self.geometry.chunk_tokens - 1}
+        else:
+            right = {place: index for index, place in enumerate(into) if place >= 0}
+        for place in range(first, 2 * first):
+            found = np.unique(self.kv[rank][at][:, :, place]).tolist()
+            wanted = self._number(rank, at, right[place]) if place in right else 0xABAB
+            assert found == [wanted], (self.ranks[rank], component.name, place)
+
+    def names(self, tokens: np.ndarray, chunk: int, **fields: int) -> list[RecordId]:
+        """Return the names of a chunk's parts whose fields are those: component, shard, stage."""
+        names = self.cache.prefix(tokens).names[chunk]
+        parts = [(name, split_record_id(name)[1]) for name in names]
+        return [
+            name
+            for name, part in parts
+            if all(getattr(part, field) == value for field, value in fields.items())
+        ]
+
+    def close(self) -> None:
+        """Recount, and close everything."""
+        try:
+            self.recount.check_end()
+        finally:
+            self.cache.close()
+            for device in self.devices:
+                device.close()
+
+
+@pytest.fixture
+def new_ranks() -> Iterator[Callable[..., Ranks]]:
+    """Return what opens engines of several ranks; each is recounted and closed at the end."""
+    found: list[Ranks] = []
+
+    def opened(*args: Any, **kwargs: Any) -> Ranks:
+        found.append(Ranks(*args, **kwargs))
+        return found[-1]
+
+    yield opened
+    for one in found:
+        one.close()
+
+
+# ----------------------------------------------------------------------------------------- words
 
 
 @pytest.fixture
