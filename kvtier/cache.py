@@ -1,17 +1,14 @@
 """The Cache: the library's face. Match, lease or fetch, plan, commit.
 
-Calls on an engine's threads touch memory only. ``fetch``, ``clear`` and ``flush`` start work on
-the flow loop and return a handle, or wait for it where they say so.
+Calls on an engine's threads touch memory only. ``fetch`` starts work on the flow loop and returns
+a handle. What an operator does to a cache, closing it included, is in ``upkeep``.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any
 
 from kvtier.catalog.catalog import Found
 from kvtier.catalog.lease import Lease
@@ -30,10 +27,9 @@ from kvtier.plans import BlockTable, Plans
 from kvtier.prefix import Namer, Prefix
 from kvtier.seams import Flow, ThreadFlow
 from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer
+from kvtier.upkeep import Upkeep
 
 __all__ = ["Cache", "Lease", "Match", "Prefix", "open_cache"]
-
-_CLEAR_SECONDS: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +54,7 @@ class Match:
         return len(self.tiers)
 
 
-class Cache:
+class Cache(Upkeep):
     """One namespace's KV in DRAM and the tiers below. Safe from any thread, not across fork."""
 
     def __init__(
@@ -75,18 +71,13 @@ class Cache:
         self.geometry = namespace.geometry
         self.ranks = (shards, stages)
         self.shape = shape = chunk_shape(self.geometry, shards, stages)
-        self._pid = os.getpid()
-        self._closing = threading.Lock()
-        self._closed = False
         if isinstance(config, Depot):
-            self._depot = depot = config
+            depot = config
             owner = depot.join(namespace, shape)
         else:
-            self._depot = depot = Depot(config, namespace, shape, clock, flow or ThreadFlow())
+            depot = Depot(config, namespace, shape, clock, flow or ThreadFlow())
             owner = depot.catalog.owner(namespace.digest)
-        self.metrics = depot.metrics
-        self._catalog = depot.catalog
-        self._moves = depot.moves
+        super().__init__(depot)
         self._namer = Namer(namespace, shape, owner)
         self._plans = Plans(self._catalog, self.geometry, shape, depot.arena_id, depot.plan_ids)
 
@@ -247,68 +238,6 @@ class Cache:
             device,
             (shard, shards, stage, stages),
         )
-
-    # ---- life
-
-    def clear(self, tier: str, *, timeout: float = _CLEAR_SECONDS) -> None:
-        """Take everything that nobody holds out of a tier. Blocks.
-
-        Raises ConfigError for a tier that this cache has not, and TimeoutError after `timeout`
-        seconds; it goes on then.
-        """
-        self._check()
-        numbers = self._depot.numbers
-        if tier not in numbers:
-            raise ConfigError(f"no tier {tier!r}; this cache has {', '.join(numbers)}")
-        self._depot.flow.spawn(self._moves.clear(numbers[tier])).result(timeout)
-
-    def flush(self, *, timeout: float) -> bool:
-        """Wait until all saves are published and written down; False when time runs out."""
-        self._check()
-        return self._depot.flush(timeout)
-
-    def figures(self) -> dict[str, float]:
-        """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""
-        self._check_process()
-        self._catalog.figures()
-        return self.metrics.snapshot()
-
-    def close(self) -> None:
-        """Write down what waits, bounded, and end all threads. Idempotent. Blocks.
-
-        What other caches share with it goes on until the last of them is closed. Copies in flight
-        may go on: their slots' memory stays mapped until the last has ended.
-        """
-        if os.getpid() != self._pid or not self._closing.acquire(blocking=False):
-            return
-        try:
-            self._depot.leave()
-        finally:
-            self._closed = True
-
-    def __enter__(self) -> Self:
-        """Return the cache."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close it."""
-        self.close()
-
-    # ---- inside
-
-    def _check(self) -> None:
-        if self._closed:
-            raise MisuseError("this cache is closed")
-        self._check_process()
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise MisuseError("a cache does not cross fork; open one in the child")
 
 
 def _check_kinds(namespace: object, shards: object, stages: object) -> None:
