@@ -50,8 +50,6 @@ class Edit:
         nodes: list[ast.AST] = getattr(self.parent, self.field)
         whole = list(nodes)
         nodes[self.index : self.index + 1] = self.instead
-        if not nodes and self.field != "ifs":
-            nodes.append(ast.Pass())
         try:
             yield
         finally:
@@ -146,11 +144,11 @@ def _statement(node: ast.stmt, parent: ast.AST) -> Instead:
         case ast.Expr() | ast.Return() | ast.Raise() | ast.Break() | ast.Continue() if alone:
             return  # it is the condition's never
         case ast.Expr() | ast.AugAssign() | ast.Delete():
-            yield "dropped", text, []
+            yield "dropped", text, [_unreached(node)]
         case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) if not _makes(parent):
-            yield "dropped", text, []
+            yield "dropped", text, [_unreached(node)]
         case ast.Return() | ast.Raise() | ast.Break() | ast.Continue() if not _ends(parent):
-            yield "dropped", text, []
+            yield "dropped", text, [_unreached(node)]
         case ast.With() | ast.AsyncWith() if all(not one.optional_vars for one in node.items):
             yield "unlocked", text, list(node.body)
         case ast.Try():
@@ -160,6 +158,11 @@ def _statement(node: ast.stmt, parent: ast.AST) -> Instead:
 def _ends(parent: ast.AST) -> bool:
     """Say whether what stands last in a node ends a function anyway."""
     return isinstance(parent, ast.FunctionDef | ast.AsyncFunctionDef | ast.With)
+
+
+def _unreached(node: ast.stmt) -> ast.AST:
+    """Return a statement that is there and does nothing: a generator stays one."""
+    return ast.If(ast.Constant(value=False), [node], [])
 
 
 def _makes(parent: ast.AST) -> bool:

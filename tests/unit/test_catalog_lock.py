@@ -6,7 +6,6 @@ import inspect
 
 import pytest
 
-from kvtier.catalog.below import Below
 from kvtier.catalog.catalog import Catalog
 from kvtier.testing.mutations import chosen, removed
 from kvtier.testing.small_catalog import SmallCatalog
@@ -15,10 +14,8 @@ from kvtier.testing.small_catalog import SmallCatalog
 UNLOCKED = {"capacity"}
 CALLS = [
     name
-    for name, call in (vars(Below) | vars(Catalog)).items()
-    if inspect.isfunction(call)
-    and (not name.startswith("_") or name == "_end_lease")
-    and name not in UNLOCKED
+    for name, _ in inspect.getmembers(Catalog, inspect.isfunction)
+    if (not name.startswith("_") or name == "_end_lease") and name not in UNLOCKED
 ]
 
 
