@@ -22,7 +22,7 @@ from kvtier.testing.bounded import bounded
 from kvtier.testing.mutations import removed
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 10.0
+SECONDS = 2.0
 
 
 class UnderGuards:
