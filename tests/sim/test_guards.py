@@ -37,7 +37,7 @@ def test_every_module_of_the_catalog_has_guards():
 def test_a_guard_is_away_and_back_again_for_whoever_kept_its_function():
     leaf = Index.leaf
     index = Index(1)
-    row = index.ensure(b"name", None, 0, 1)
+    row = index.ensure(b"name", None, 0, 1, 0)
     index.add(row, DRAM)
     index.hold(row, 1)
     (name,) = [name for name in chosen(EASY) if "self.holds[row] in" in guards()[name].guard]

@@ -13,6 +13,7 @@ from kvtier.metrics import Metrics
 from kvtier.seams import ThreadFlow
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.records import NAMESPACE, aligned, make_record
+from kvtier.testing.small_spill import SmallSpill
 from kvtier.tiers.store import Read, Status
 from kvtier.tiers.tier import Fetched, Tier, Wanted
 
@@ -118,3 +119,17 @@ def bench() -> Iterator[Bench]:
     yield found
     found.tier.close()
     found.flow.close()
+
+
+@pytest.fixture
+def new_spill() -> Iterator[Callable[..., SmallSpill]]:
+    """Return a function that makes the queue of a tier that does what it is told."""
+    made: list[SmallSpill] = []
+
+    def make(*args: Any) -> SmallSpill:
+        made.append(SmallSpill(*args))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()

@@ -1,4 +1,4 @@
-"""Probing a shared tier: a few look-ups find how far it goes, and what was missing is remembered."""
+"""Probing a shared tier: how far it goes is found in few look-ups; what it lacks is remembered."""
 
 from __future__ import annotations
 
