@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,13 @@ from kvtier.cache import Cache, Lease, Match
 from kvtier.connectors import base
 from kvtier.connectors.base import MISS, PENDING, Loaded, Places, Update
 from kvtier.copyplan import CopyPlan
-from kvtier.device.base import Device
+from kvtier.device.base import Device, Fence
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.namespace import Request
 from kvtier.prefix import Prefix
 from kvtier.transfer import CopyResult, CopyStatus, CopyTransfer, FetchTransfer
 
-__all__ = ["ReferenceConnector"]
+__all__ = ["Executor", "ReferenceConnector"]
 
 _FETCH_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 30.0
@@ -57,13 +57,27 @@ class _Copying:
     ended: bool = False  # its request has ended: report the blocks, not the load
 
 
-class ReferenceConnector:
-    """See ``Connector``. tensors: the engine's KV, one tensor for each component."""
+class Executor(Protocol):
+    """What executes plans over an engine's blocks: ``Pages`` here, ``RankedPages`` elsewhere."""
 
-    def __init__(self, cache: Cache, tensors: Any, device: Device) -> None:
+    def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
+        """See ``Pages``."""
+        ...
+
+
+class ReferenceConnector:
+    """See ``Connector``.
+
+    tensors: the engine's KV, one tensor for each component. pages: what executes plans instead,
+    where the blocks are in other processes.
+    """
+
+    def __init__(
+        self, cache: Cache, tensors: Any, device: Device, *, pages: Executor | None = None
+    ) -> None:
         self._cache = cache
         self._device = device
-        self._pages = cache.bind(tensors, device)
+        self._pages: Executor = cache.bind(tensors, device) if pages is None else pages
         self._chunk = cache.geometry.chunk_tokens
         self._block = cache.geometry.block_tokens[0]
         self._states: dict[str, _State] = {}

@@ -1,0 +1,174 @@
+"""Several ranks: one Cache in the scheduler's process, and copies where each rank's blocks are.
+
+The scheduler plans. A plan crosses to every rank as bytes, each copies its own shard between its
+blocks and the arena, which it maps by the memfd's descriptor, and says when that has settled. A
+rank that is gone can write nothing any more: its copies have failed, and are over.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from kvtier.clock import monotonic
+from kvtier.copier import Pages
+from kvtier.copyplan import CopyPlan
+from kvtier.device.base import Device, Fence
+from kvtier.errors import ProtocolError
+from kvtier.transfer import CopyStatus, CopyTransfer
+
+__all__ = ["Channel", "MappedArena", "RankCopies", "RankedPages"]
+
+_LENGTH: Final = struct.Struct("<I")
+
+
+class Channel:
+    """Messages over a stream socket: a length, then MessagePack. For one thread."""
+
+    def __init__(self, link: socket.socket) -> None:
+        self._link = link
+        self._data = bytearray()
+        self.closed = False
+
+    def send(self, *message: object) -> None:
+        """Send one message; once the other side is gone, nothing happens. Blocks."""
+        data = msgspec.msgpack.encode(message)
+        try:
+            self._link.settimeout(None)
+            self._link.sendall(_LENGTH.pack(len(data)) + data)
+        except OSError:
+            self.closed = True
+
+    def receive(self, timeout: float | None) -> list[Any] | None:
+        """Return the next message; None when none came in `timeout` seconds, or it is closed."""
+        until = None if timeout is None else monotonic() + timeout
+        while (message := self._complete()) is None and not self.closed:
+            left = None if until is None else max(until - monotonic(), 0.0)
+            self._link.settimeout(left)
+            try:
+                data = self._link.recv(1 << 20)
+            except (BlockingIOError, TimeoutError):
+                return None
+            except OSError:
+                data = b""
+            self._data += data
+            self.closed = not data
+        return message
+
+    def close(self) -> None:
+        """Close this end."""
+        self._link.close()
+        self.closed = True
+
+    def _complete(self) -> list[Any] | None:
+        """Take a message out of what has arrived, if one is whole."""
+        if len(self._data) < _LENGTH.size:
+            return None
+        end = _LENGTH.size + _LENGTH.unpack_from(self._data)[0]
+        if len(self._data) < end:
+            return None
+        message: list[Any] = msgspec.msgpack.decode(self._data[_LENGTH.size : end])
+        del self._data[:end]
+        return message
+
+
+class _RankFence:
+    """See Fence. One plan's copies on one rank."""
+
+    def __init__(self, pages: RankedPages, rank: int, plan_id: int) -> None:
+        self._pages, self._rank, self._plan_id = pages, rank, plan_id
+        self._cause: str | None = None
+
+    def done(self) -> bool:
+        """See Fence."""
+        return self.wait(0.0)
+
+    def wait(self, timeout: float) -> bool:
+        """See Fence."""
+        if self._cause is None:
+            self._cause = self._pages.outcome(self._rank, self._plan_id, timeout)
+        if self._cause:
+            raise OSError(f"rank {self._rank}: {self._cause}")
+        return self._cause is not None
+
+
+class RankedPages:
+    """The ranks' blocks as the scheduler sees them: stands where ``Pages`` does."""
+
+    def __init__(self, channels: Sequence[Channel], block_tokens: int) -> None:
+        self._channels = channels
+        self._block_tokens = block_tokens
+        self._outcomes: dict[tuple[int, int], str] = {}
+
+    def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
+        """Send a plan to all ranks. after: each rank has its own compute, which it waits for."""
+        del after
+        for channel in self._channels:
+            channel.send("plan", bytes(plan))
+        fences = [_RankFence(self, rank, plan.id) for rank in range(len(self._channels))]
+        blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
+        return CopyTransfer(fences, len(blocks) * self._block_tokens, blocks)
+
+    def outcome(self, rank: int, plan_id: int, timeout: float) -> str | None:
+        """Return, once, why a rank's copies failed, or ""; None if that is not known in time."""
+        channel, until = self._channels[rank], monotonic() + timeout
+        while (rank, plan_id) not in self._outcomes:
+            message = channel.receive(max(until - monotonic(), 0.0))
+            if message is None:
+                return "gone" if channel.closed else None
+            self.take(rank, message)
+        return self._outcomes.pop((rank, plan_id))
+
+    def take(self, rank: int, message: Sequence[Any]) -> None:
+        """Note a message of a rank that says how a plan has ended there."""
+        kind, plan_id, cause = message
+        if kind != "copied":
+            raise ProtocolError(f"rank {rank} says {kind!r}, which nobody asked for")
+        self._outcomes[rank, plan_id] = cause
+
+
+class RankCopies:
+    """The rank's side: executes plans over its own tensors, and reports each once."""
+
+    def __init__(self, channel: Channel, pages: Pages, device: Device) -> None:
+        self._channel = channel
+        self._pages = pages
+        self._device = device
+        self._running: dict[int, CopyTransfer] = {}
+
+    def execute(self, data: bytes) -> None:
+        """Start a plan's copies, after all that this rank has computed."""
+        plan = CopyPlan.decode(data)
+        try:
+            transfer = self._pages.execute(plan, after=(self._device.host_fence(),))
+        except ProtocolError as error:
+            self._channel.send("copied", plan.id, str(error))
+            return
+        self._running[plan.id] = transfer
+
+    def report(self) -> bool:
+        """Tell the scheduler what has settled; say whether more is under way."""
+        for plan_id, transfer in list(self._running.items()):
+            if transfer.poll():
+                result = transfer.result(0)
+                cause = "" if result.status is CopyStatus.OK else result.cause
+                self._channel.send("copied", plan_id, cause)
+                del self._running[plan_id]
+        return bool(self._running)
+
+
+class MappedArena:
+    """Another process's arena, by its descriptor, which is taken over. See Arena."""
+
+    def __init__(self, fd: int) -> None:
+        self.id = os.fstat(fd).st_ino
+        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
+        os.close(fd)
+        self.memory = np.frombuffer(self._map, np.uint8)

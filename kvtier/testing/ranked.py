@@ -1,0 +1,163 @@
+"""Two ranks in processes of their own, under one scheduler with one Cache, small enough for tests.
+
+``python -m kvtier.testing.ranked SCHEDULER PEER ARENA`` is a rank: descriptors of its socket to
+the scheduler, of that to the other rank, and of the cache's arena. It takes messages in order:
+"open", then steps and plans, and ends when the scheduler does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, Final, cast
+
+import numpy as np
+import torch
+
+import kvtier
+from kvtier.connectors.ranks import Channel, MappedArena, RankCopies, RankedPages
+from kvtier.copier import Pages
+from kvtier.device.cpu import CpuDevice
+from kvtier.engine import Model, ModelConfig, Span, random_weights
+from kvtier.engine.ranks import RankModel, shard_weights
+from kvtier.identity.geometry import Component
+from kvtier.memory.arena import Arena
+
+__all__ = ["RANKS", "Ranks", "main"]
+
+RANKS: Final = 2
+_ANSWER_SECONDS: Final = 30.0
+_IDLE_SECONDS: Final = 0.001
+
+
+class Ranks:
+    """Both processes, as the scheduler sees them: a model, and pages for a connector.
+
+    seed: of the random weights. cache: opened with two shards.
+    """
+
+    def __init__(
+        self, config: ModelConfig, seed: int, cache: kvtier.Cache, num_blocks: int
+    ) -> None:
+        self.config = config
+        self.geometry = cache.geometry
+        peers = socket.socketpair()
+        links = [socket.socketpair() for _ in range(RANKS)]
+        arena = cache._arena.fd
+        self.processes = [
+            _started(theirs.fileno(), peers[rank].fileno(), arena)
+            for rank, (_, theirs) in enumerate(links)
+        ]
+        for theirs in (*peers, *(pair[1] for pair in links)):
+            theirs.close()
+        self.channels = [Channel(ours) for ours, _ in links]
+        self.pages = RankedPages(self.channels, self.geometry.block_tokens[0])
+        shape = dataclasses.asdict(config)
+        for rank, channel in enumerate(self.channels):
+            channel.send("open", shape, seed, rank, num_blocks, self.geometry.chunk_tokens)
+
+    @property
+    def components(self) -> tuple[Component, ...]:
+        """What KV the ranks keep, all together."""
+        return self.geometry.components
+
+    def forward(self, spans: Sequence[Span], kv: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See ``Model``. The pools are the ranks' own; raises OSError when one is gone."""
+        del kv
+        step = [(list(each.tokens), each.start, each.tables, each.logits) for each in spans]
+        for channel in self.channels:
+            channel.send("step", step)
+        answers = [self._answer(rank) for rank in range(RANKS)]
+        logits = np.frombuffer(answers[0], np.float32).reshape(-1, self.config.vocab_size)
+        return torch.from_numpy(logits.copy())
+
+    def close(self) -> None:
+        """End the processes. Blocks."""
+        for channel in self.channels:
+            channel.close()
+        for process in self.processes:
+            process.wait(_ANSWER_SECONDS)
+
+    def _answer(self, rank: int) -> bytes:
+        while (message := self.channels[rank].receive(_ANSWER_SECONDS)) is not None:
+            if message[0] == "logits":
+                return bytes(message[1])
+            self.pages.take(rank, message)
+        raise OSError(f"rank {rank} does not answer")
+
+
+def _started(*descriptors: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", __name__, *map(str, descriptors)]
+    return subprocess.Popen(command, pass_fds=descriptors)  # noqa: S603  (this module itself)
+
+
+class _Rank:
+    """The other side: one process's share of the model, of the KV, and of the copies."""
+
+    def __init__(
+        self, channel: Channel, peer: Channel, arena: MappedArena, order: list[Any]
+    ) -> None:
+        _, shape, seed, self._rank, num_blocks, chunk_tokens = order
+        config = ModelConfig(**shape)
+        weights = random_weights(config, seed)
+        self._channel, self._peer = channel, peer
+        self._model = RankModel(shard_weights(weights, self._rank, RANKS), self._exchange)
+        geometry = kvtier.Geometry(Model(weights).components, chunk_tokens=chunk_tokens)
+        share = self._model.config
+        block = geometry.block_tokens[0]
+        sizes = (share.layers, 2, num_blocks, block, share.kv_heads, share.head_size)
+        self._kv = [torch.zeros(sizes, dtype=torch.bfloat16)]
+        self.device = CpuDevice()
+        mapped = cast("Arena", arena)
+        pages = Pages(geometry, mapped, arena.id, self._kv, self.device, self._rank, RANKS)
+        self._copies = RankCopies(channel, pages, self.device)
+
+    def serve(self) -> None:
+        """Do what comes, in order, until the scheduler is gone."""
+        while not self._channel.closed:
+            busy = self._copies.report()
+            message = self._channel.receive(_IDLE_SECONDS if busy else None)
+            if message is None:
+                continue
+            if message[0] == "plan":
+                self._copies.execute(message[1])
+                continue
+            logits = self._model.forward([Span(*each) for each in message[1]], self._kv)
+            self._channel.send("logits", logits.numpy().tobytes())
+
+    def _exchange(self, partial: torch.Tensor) -> list[torch.Tensor]:
+        """Swap partial sums with the other rank. Rank 0 speaks first, so that both never do."""
+        mine = partial.numpy().tobytes()
+        if self._rank == 0:
+            self._peer.send(mine)
+        message = self._peer.receive(_ANSWER_SECONDS)
+        if message is None:
+            raise OSError("the other rank is gone")
+        if self._rank:
+            self._peer.send(mine)
+        theirs = torch.from_numpy(np.frombuffer(message[0], np.float32).copy()).view_as(partial)
+        return [theirs, partial] if self._rank else [partial, theirs]
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Be a rank until the scheduler is gone. Blocks."""
+    torch.set_num_threads(1)
+    scheduler, peer, arena = map(int, arguments)
+    channel, other = (Channel(socket.socket(fileno=number)) for number in (scheduler, peer))
+    order = channel.receive(_ANSWER_SECONDS)
+    if order is None:
+        return
+    rank = _Rank(channel, other, MappedArena(arena), order)
+    try:
+        rank.serve()
+    except OSError as error:
+        sys.exit(f"rank: {error}")
+    finally:
+        rank.device.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
