@@ -102,9 +102,8 @@ class _RankFence:
 class RankedPages:
     """The ranks' blocks as the scheduler sees them: stands where ``Pages`` does."""
 
-    def __init__(self, channels: Sequence[Channel], block_tokens: int) -> None:
+    def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = channels
-        self._block_tokens = block_tokens
         self._outcomes: dict[tuple[int, int], str] = {}
 
     def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
@@ -114,7 +113,7 @@ class RankedPages:
             channel.send("plan", bytes(plan))
         fences = [_RankFence(self, rank, plan.id) for rank in range(len(self._channels))]
         blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
-        return CopyTransfer(fences, len(blocks) * self._block_tokens, blocks)
+        return CopyTransfer(fences, plan.tokens, blocks)
 
     def outcome(self, rank: int, plan_id: int, timeout: float) -> str | None:
         """Return, once, why a rank's copies failed, or ""; None if that is not known in time."""

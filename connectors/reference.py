@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, cast
+from typing import Any, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,7 +40,6 @@ class _State:
     computed: int = 0
     fetch: FetchTransfer | None = None
     lease: Lease | None = None
-    tokens: int = 0
     saved_chunks: int = 0
 
 
@@ -79,7 +78,6 @@ class ReferenceConnector:
         self._device = device
         self._pages: Executor = cache.bind(tensors, device) if pages is None else pages
         self._chunk = cache.geometry.chunk_tokens
-        self._block = cache.geometry.block_tokens[0]
         self._states: dict[str, _State] = {}
         self._copying: deque[_Copying] = deque()
         self._late: dict[str, None] = {}
@@ -100,7 +98,7 @@ class ReferenceConnector:
             if not state.fetch.poll():
                 return PENDING
             state.lease, state.fetch = state.fetch.result(0), None
-            if state.lease is None:
+            if state.lease is None and not self._shrunk(state):
                 return MISS
         if state.lease is not None and not state.lease.held:
             state.lease = None  # the engine asks again too late: match anew
@@ -123,16 +121,24 @@ class ReferenceConnector:
         state.fetch.on_settled(self._wake.set)
         return PENDING
 
+    def _shrunk(self, state: _State) -> bool:
+        """Say whether a shorter length is worth a try, since a tier lacked what it was to have.
+
+        Windows and states of a shorter length are other parts, which were not fetched.
+        """
+        if state.match is None:
+            return False
+        before, state.match = state.match.tokens, self._cache.match(state.match.prefix)
+        return state.computed < state.match.tokens < before
+
     def load(self, request_id: str, block_ids: Places) -> None:
         """See Connector."""
         state = self._states[request_id]
         lease, state.lease = state.lease, None
         if lease is None or state.match is None:
             raise MisuseError(f"request {request_id!r} was offered nothing to load")
-        count = state.tokens // self._block
         with lease:  # the plan holds the slots from here on
-            blocks = cast("Sequence[int]", block_ids)[:count]
-            plan = self._cache.plan_load(lease, blocks, start=state.computed)
+            plan = self._cache.plan_load(lease, block_ids, start=state.computed)
         if plan is None:
             self._late[request_id] = None  # too late: reported as a load of nothing
             return
@@ -186,8 +192,7 @@ class ReferenceConnector:
             known = state.prefix
             state.prefix = self._cache.prefix(tokens, _request(identity), known)
         computed = state.prefix.head(tokens, chunks)
-        blocks = cast("Sequence[int]", block_ids)
-        plan = self._cache.plan_save(computed, blocks, first=state.saved_chunks)
+        plan = self._cache.plan_save(computed, block_ids, first=state.saved_chunks)
         state.saved_chunks = chunks
         if plan is not None:
             transfer = self._execute(plan)
@@ -233,13 +238,11 @@ class ReferenceConnector:
         """Say how many tokens the lease gives beyond the computed ones."""
         if state.lease is None or state.prefix is None:
             return MISS
-        limit = (len(state.prefix.tokens) - 1) // self._block * self._block
-        stop = min((state.lease.first + state.lease.chunks) * self._chunk, limit)
-        state.tokens = max(stop - state.computed, 0)
-        if not state.tokens:
+        tokens = max(min(state.lease.tokens, state.prefix.limit) - state.computed, 0)
+        if not tokens:
             state.lease.release()
             state.lease = None
-        return base.Match(state.tokens)
+        return base.Match(tokens)
 
     def _loaded(self, copying: _Copying, lease: Lease, tokens: int) -> Loaded:
         """Say what of a load is valid, and count it by tier."""
@@ -247,7 +250,8 @@ class ReferenceConnector:
         at = copying.start
         for index, source in enumerate(lease.sources):
             end = min((lease.first + index + 1) * self._chunk, copying.start + tokens)
-            if end > at:
+            # A chunk that windows have passed was not read; the next that was made up for it.
+            if end > at and lease.slots[index]:
                 tiers[source] = tiers.get(source, 0) + end - at
                 at = end
         if copying.match is not None:

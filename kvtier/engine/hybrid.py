@@ -77,7 +77,16 @@ class HybridConfig:
         planes, needs, window = 1 if kind is Kind.LATENT else 2, Needs.ALL, 0
         if kind is Kind.WINDOW:
             needs, window = Needs.TRAILING, self.window
-        return Component(layers, heads.kv_heads, heads.head_size, planes, kind.value, needs, window)
+        return Component(
+            layers,
+            heads.kv_heads,
+            heads.head_size,
+            planes,
+            kind.value,
+            needs,
+            window,
+            replicated=kind is Kind.LATENT,
+        )
 
 
 class HybridModel(Model):

@@ -9,13 +9,17 @@ the prompt was cut, or on whether it was ever written down in between.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch.nn import functional
 
 from kvtier.engine.attention import Span
 
-__all__ = ["Recurrence", "recurrent_token", "recurrent_width"]
+__all__ = ["GATE_ROOT", "Recurrence", "recurrent_token", "recurrent_width"]
+
+GATE_ROOT: Final = 16
+"""Of the gates, so that they forget slowly: the temperature in that paper."""
 
 
 def recurrent_width(heads: int, size: int) -> int:
@@ -32,7 +36,7 @@ def recurrent_token(
     """
     heads, size, _ = state.shape
     query, key, value = row[: 3 * heads * size].view(3, heads, size).unbind()
-    gate = row[3 * heads * size :].sigmoid().view(heads, 1, 1)
+    gate = row[3 * heads * size :].sigmoid().pow(1 / GATE_ROOT).view(heads, 1, 1)
     outer = (key * size**-0.5)[:, :, None] * value[:, None, :]
     state = (state * gate + outer).to(dtype).to(row.dtype)
     output = (query[:, :, None] * state).sum(1)

@@ -151,10 +151,10 @@ class Scheduler:
         request.computed = work.span.start + tokens
         request.scheduled = max(request.scheduled, request.computed)
         self._publish(request)
-        if table is None or not request.computed or request.computed % self._pools.chunk_tokens:
+        full = request.computed // request.block_tokens
+        if table is None or not full:
             return []
-        key = request.keys[request.computed // request.block_tokens - 1]
-        return self._pools.snapshot(table, request.computed, key)
+        return self._pools.snapshot(table, request.computed, request.keys[full - 1])
 
     def trim(self, request: Request) -> None:
         """Free what no window of the request reaches any more, unless a copy may still read it."""

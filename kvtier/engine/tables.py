@@ -146,27 +146,26 @@ class Pools:
         for index, one in enumerate(self.components):
             if one.needs is not Needs.TRAILING:
                 continue
-            chunks = max(computed - one.window, 0) // self.chunk_tokens
-            keep, done = chunks * self.chunk_tokens // self.block_tokens, table.trimmed[index]
+            keep, done = self._reached(one, computed), table.trimmed[index]
             places = table.places[index]
             self.pools[index].release(_present(places[done:keep]))
             places[done:keep] = [ABSENT] * len(places[done:keep])
             table.trimmed[index] = max(done, keep)
 
     def snapshot(self, table: Table, computed: int, key: bytes) -> list[tuple[int, int, int]]:
-        """Take slots for the states after `computed` tokens, a multiple of the chunk.
+        """Take slots for the states after `computed` tokens, if those are whole chunks.
 
-        Returns (component, from, to) for each state that is to be copied, before anything else
-        moves it on. Where no slot is free, no snapshot is kept.
+        key: of the last of their blocks. Returns (component, from, to) for each state that is to
+        be copied, before anything else moves it on. Where no slot is free, none is kept.
         """
         copies = []
+        chunks, odd = divmod(computed, self.chunk_tokens)
         for index, slot in enumerate(table.running):
-            if slot == ABSENT:
-                continue
             pool, places = self.pools[index], table.places[index]
-            missing = computed // self.chunk_tokens - len(places)
-            taken = pool.allocate(1) if missing > 0 else None
-            places += [ABSENT] * missing
+            if slot == ABSENT or chunks <= len(places):
+                continue
+            places += [ABSENT] * (chunks - len(places))
+            taken = None if odd else pool.allocate(1)
             if taken is not None:
                 places[-1] = taken[0]
                 pool.publish(taken[0], key)
@@ -189,11 +188,15 @@ class Pools:
             if slot != ABSENT:
                 found.append((slot,))
                 continue
-            begin = max(end - one.window, 0) // self.block_tokens if one.window else 0
-            needed = [ABSENT] * len(places[blocks])
-            needed[max(begin - blocks.start, 0) :] = places[blocks][max(begin - blocks.start, 0) :]
-            found.append(tuple(needed))
+            begin = self._reached(one, end) if one.window else 0
+            gone = max(min(begin, blocks.stop) - blocks.start, 0)
+            found.append((*[ABSENT] * gone, *places[blocks][gone:]))
         return tuple(found)
+
+    def _reached(self, one: Component, computed: int) -> int:
+        """Return the first block of the chunks that a window reaches after so many tokens."""
+        chunks = max(computed - one.window, 0) // self.chunk_tokens
+        return chunks * self.chunk_tokens // self.block_tokens
 
     def skip(self, table: Table, tokens: int) -> None:
         """Take note that states up to `tokens` tokens were never here: they were loaded past."""

@@ -46,7 +46,7 @@ class Ranks:
         self.geometry = cache.geometry
         peers = socket.socketpair()
         links = [socket.socketpair() for _ in range(RANKS)]
-        arena = cache._arena.fd
+        arena = cache._depot.arena.fd
         self.processes = [
             _started(theirs.fileno(), peers[rank].fileno(), arena)
             for rank, (_, theirs) in enumerate(links)
@@ -54,7 +54,7 @@ class Ranks:
         for theirs in (*peers, *(pair[1] for pair in links)):
             theirs.close()
         self.channels = [Channel(ours) for ours, _ in links]
-        self.pages = RankedPages(self.channels, self.geometry.block_tokens[0])
+        self.pages = RankedPages(self.channels)
         shape = dataclasses.asdict(config)
         for rank, channel in enumerate(self.channels):
             channel.send("open", shape, seed, rank, num_blocks, self.geometry.chunk_tokens)
@@ -112,7 +112,8 @@ class _Rank:
         self._kv = [torch.zeros(sizes, dtype=torch.bfloat16)]
         self.device = CpuDevice()
         mapped = cast("Arena", arena)
-        pages = Pages(geometry, mapped, arena.id, self._kv, self.device, self._rank, RANKS)
+        place = (self._rank, RANKS, 0, 1)
+        pages = Pages(geometry, mapped, arena.id, self._kv, self.device, place)
         self._copies = RankCopies(channel, pages, self.device)
 
     def serve(self) -> None:

@@ -14,7 +14,10 @@ from kvtier.device.base import Role
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import Completion, Engine, Model, ModelConfig, Sampling, random_weights
 from kvtier.engine.attention import Inputs
+from kvtier.engine.runner import AnyModel
 from kvtier.identity.record import RecordId
+from kvtier.identity.shape import chunk_shape
+from kvtier.memory.arena import slot_bytes_for
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.tiers.store import Read, Status, Write
 
@@ -71,7 +74,7 @@ class Serving:
     for, so that what was served before comes from the Cache.
     """
 
-    def __init__(self, model: Model, *, chunks: int = 64, **engine: Any) -> None:
+    def __init__(self, model: AnyModel, *, chunks: int = 64, **engine: Any) -> None:
         geometry = kvtier.Geometry(
             model.components,
             dtype=str(engine.get("kv_dtype", "torch.bfloat16")).removeprefix("torch."),
@@ -80,11 +83,12 @@ class Serving:
         )
         self.store = GatedStore()
         tier = kvtier.TierConfig("memory", "", None, store=self.store)
-        config = kvtier.Config(chunks * CHUNK * max(geometry.bytes_per_token, 4096), (tier,))
+        chunk = sum(map(slot_bytes_for, chunk_shape(geometry).nbytes))
+        config = kvtier.Config(chunks * chunk, (tier,))
         self.cache = kvtier.open(config, namespace=kvtier.Namespace("small", geometry))
         self.device = CpuDevice()
-        options = {"num_blocks": 64, "block_tokens": BLOCK, "prefix_cache": False} | engine
-        self.engine = Engine(model, **options)
+        options: dict[str, Any] = {"num_blocks": 64, "chunk_tokens": CHUNK, "prefix_cache": False}
+        self.engine = Engine(model, **(options | engine))
         self.connector = ReferenceConnector(self.cache, self.engine.kv, self.device)
         self.engine.connect(self.connector)
 

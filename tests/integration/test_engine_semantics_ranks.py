@@ -128,7 +128,7 @@ def test_a_rank_that_dies_fails_its_copies_and_holds_nothing():
     with contextlib.closing(Tandem()) as tandem:
         one = tandem.engine()
         tandem.answer(one, prompt(200))
-        slots = tandem.cache._arena.slots_in_use
+        slots = tandem.cache._depot.arena.slots_in_use
         one.submit(prompt(200), SAMPLING)
         one.submit(prompt(200, 1), SAMPLING)
         tandem.ranks.processes[1].kill()
@@ -137,7 +137,7 @@ def test_a_rank_that_dies_fails_its_copies_and_holds_nothing():
         one.close()
         assert tandem.cache.flush(timeout=20)
         assert tandem.cache.figures()["kvtier_leased_parts"] == 0
-        assert tandem.cache._arena.slots_in_use == slots
+        assert tandem.cache._depot.arena.slots_in_use == slots
 
 
 def test_shards_put_together_are_the_model():

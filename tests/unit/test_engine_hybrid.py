@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from kvtier.engine import HybridConfig, Kind, ModelConfig, Span, random_hybrid
 from kvtier.engine.latent import LatentWeights
+from kvtier.engine.recurrent import GATE_ROOT
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Component, Needs
 
@@ -95,7 +96,7 @@ def mixed_by(found, kind, projected):
     if kind is Kind.RECURRENT:
         width = sizes.query_size
         query, key, value = projected[:, : 3 * width].view(count, 3, sizes.heads, -1).unbind(1)
-        gates = projected[:, 3 * width :].sigmoid()
+        gates = projected[:, 3 * width :].sigmoid() ** (1 / GATE_ROOT)
         state, rows = torch.zeros(sizes.heads, sizes.head_size, sizes.head_size), []
         for q, k, v, gate in zip(query, key, value, gates, strict=True):
             state = gate[:, None, None] * state + torch.einsum("hd,he->hde", k / 4, v)
@@ -245,7 +246,7 @@ def test_a_state_at_position_zero_begins_from_nothing():
 def test_each_kind_is_a_component():
     found = model((Kind.LATENT, Kind.RECURRENT, Kind.WINDOW, Kind.FULL))
     assert found.components == (
-        Component(1, 1, 32, 1, "latent"),
+        Component(1, 1, 32, 1, "latent", replicated=True),
         Component(1, 4, 256, 1, "recurrent", Needs.LAST),
         Component(1, 2, 16, 2, "window", Needs.TRAILING, WINDOW),
         Component(1, 2, 16, 2, "attention"),
