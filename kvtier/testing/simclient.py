@@ -56,7 +56,7 @@ class Clients:
             if self._scenario.hangs and rng.random() < 0.9:  # or nobody asks the tier
                 self._cache.clear("dram", timeout=FOREVER)
             name = f"request-{number}.{turn}"
-            request = self._loop.create_task(self._request(self._loop.rng(name), tokens), name=name)
+            request = self._world.start_request(self._request(self._loop.rng(name), tokens), name)
             await asyncio.wait((request,))
             if not request.cancelled():
                 request.result()
@@ -66,7 +66,8 @@ class Clients:
         prefix = self._cache.prefix(tokens[: rng.randint(len(tokens) // 2, len(tokens))])
         await pause(rng)
         match = self._cache.match(prefix)
-        self._oracle.expect_match(match)
+        if self._world.atomic:
+            self._oracle.expect_match(match)
         self._world.after(f"match {match.chunks} of {len(prefix.names)} chunks")
         await (pause(rng) if rng.random() < 0.7 else asyncio.sleep(rng.uniform(0, _STALE_SECONDS)))
         first = rng.randrange(match.chunks + 1) if rng.random() < 0.3 else 0
@@ -112,10 +113,12 @@ class Clients:
             transfer.abandon()
             raise
         self._expect_in_time(asked + within, stalled)
-        now = self._loop.time()
-        if lease is not None and lease.state is LeaseState.HELD and lease.deadline > now:
+        if self._world.atomic and lease is not None and self._in_force(lease):
             self._oracle.expect_leased(lease)
         return lease
+
+    def _in_force(self, lease: Lease) -> bool:
+        return lease.state is LeaseState.HELD and lease.deadline > self._loop.time()
 
     def _expect_in_time(self, deadline: float, stalled: float) -> None:
         """Check that a fetch ended by its deadline, but for the time the thread was held up."""
@@ -138,7 +141,7 @@ class Clients:
                 if self._loop.time() < lease.deadline:
                     raise SimError("a plan was refused before the lease's deadline")
                 return
-            if self._loop.time() >= lease.deadline:
+            if self._world.atomic and self._loop.time() >= lease.deadline:
                 raise SimError("a plan was issued after its lease's deadline")
             copy = self._world.device.load(rng, plan, match.prefix)
             await pause(rng)
@@ -157,7 +160,7 @@ class Clients:
             blocks = range(upto * CHUNK // BLOCK)
             known = self._oracle.known(prefix)
             plan = self._cache.plan_save(computed, blocks, first=saved)
-            if known >= saved:  # otherwise the chain was broken before
+            if known >= saved and self._world.atomic:  # otherwise the chain was broken before
                 self._oracle.expect_known(prefix, known)
             saved = upto
             self._world.after(f"plan save {'of nothing' if plan is None else plan.id}")

@@ -6,8 +6,9 @@ process crashes, and another goes on with what the media still have.
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Final
 
@@ -51,9 +52,13 @@ _CRASH_STEPS: Final = 300
 class World:
     """One cache, its stores, its clients. Everything it draws comes from the loop's seed.
 
+    atomic: nothing else happens between a call on the cache and the look at what it did.
+
     past: what an earlier life left, None in the first. calls: on the cache so far, by clients
     and device. saved_chunks, abandoned: what they asked for.
     """
+
+    atomic = True
 
     def __init__(self, loop: SimLoop, scenario: Scenario, past: Past | None = None) -> None:
         self.loop = loop
@@ -69,13 +74,30 @@ class World:
         settings = [self._open(number, one) for number, one in enumerate(scenario.tiers, 1)]
         config = Config(scenario.dram_slots * PAGE_BYTES, tuple(settings))
         flow = SimFlow(loop)
-        self.cache = Cache(config, namespace, shards=scenario.shards, clock=loop.time, flow=flow)
+        self.cache = self.open_cache(config, namespace, flow)
         self.oracle = Oracle(self.cache, loop.time)
         self.calls = past.calls if past is not None else 0
         self.saved_chunks = 0
         self.abandoned = 0
         self.left: Past | None = None
         self.device = SimDevice(loop, self.cache, self.oracle, self.after)
+
+    def open_cache(self, config: Config, namespace: Namespace, flow: SimFlow) -> Cache:
+        """Open the one cache of this world."""
+        clock, shards = self.loop.time, self.scenario.shards
+        return Cache(config, namespace, shards=shards, clock=clock, flow=flow)
+
+    def start_request(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Future[None]:
+        """Start what an engine does for one request."""
+        return self.loop.create_task(work, name=name)
+
+    def check(self) -> None:
+        """Check everything that holds between any two steps."""
+        self.oracle.check()
+
+    def end(self) -> None:
+        """Give back what outlives the loop."""
+        self.cache._depot.arena.close()
 
     def _open(self, number: int, shape: TierShape) -> TierConfig:
         """Open a tier's store: what an earlier life left there, or an empty one."""
@@ -120,7 +142,7 @@ class World:
         if self._must_crash():
             self._crash()
         if self.loop.steps % _CHECK_STEPS == 0:
-            self.oracle.check()
+            self.check()
 
     def _must_crash(self) -> bool:
         if self.life == len(self.scenario.crashes):
@@ -138,7 +160,7 @@ class World:
     def after(self, what: str) -> None:
         """Check everything after a call, and enter it and the state into the digest."""
         self.calls += 1
-        self.oracle.check()
+        self.check()
         self.loop.note(what, self.oracle.state())
 
 
@@ -170,11 +192,12 @@ def run_world(
     scenario: Scenario | None = None,
     *,
     watch: Callable[[World], None] | None = None,
+    kind: Callable[[SimLoop, Scenario, Past | None], World] = World,
 ) -> SimLoop:
     """Live through the world of a seed. Raises whatever goes wrong, naming the seed.
 
     watch: called with the world, and with that of each life after a crash, before anything
-    happens in it. Returns the loop of the last.
+    happens in it. kind: what makes a world. Returns the loop of the last.
     """
     drawn = scenario or Scenario.draw(seed)
     worlds: list[World] = []
@@ -183,7 +206,7 @@ def run_world(
         before = worlds[-1] if worlds else None
         if before is not None:
             loop.note("before", before.loop.digest)
-        world = World(loop, drawn, before.left if before is not None else None)
+        world = kind(loop, drawn, before.left if before is not None else None)
         worlds.append(world)
         if watch is not None:
             watch(world)
@@ -197,7 +220,7 @@ def run_world(
                 continue
     finally:
         for world in worlds:
-            world.cache._depot.arena.close()
+            world.end()
 
 
 def _conditions(drawn: Scenario, life: int) -> Conditions:
