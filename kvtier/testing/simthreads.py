@@ -235,19 +235,22 @@ class SimLock:
         """Say whether anybody has it."""
         return self.owner is not None
 
-    def __enter__(self) -> Self:
+    def acquire(self, blocking: bool = True) -> bool:  # noqa: FBT001, FBT002  (as threading's)
+        """Take it; without `blocking`, only if nobody has it."""
         thread = self._baton.current()
+        self._baton.hop()
+        if self.owner is not None and not blocking:
+            return False
         if thread is None:
             self._take_on_the_loop()
-            return self
-        self._baton.hop()
+            return True
         while self.owner is not None and not self._baton.over:
             thread.wants = self
             self._waiting.append(self._baton.park(thread))
             self._baton.wait(thread)
         thread.wants, self.owner = None, thread
         self._baton.hop()
-        return self
+        return True
 
     def _take_on_the_loop(self) -> None:
         """The loop's thread is blocked until the lock is free: its owner alone goes on."""
@@ -257,17 +260,25 @@ class SimLock:
             raise SimError("a lock is taken twice by the loop, or held across an await")
         self.owner = "loop"
 
+    def release(self) -> None:
+        """Let it go."""
+        self.owner = None
+        waiting, self._waiting = self._waiting, []
+        for wake in waiting:
+            wake()
+        self._baton.hop()
+
+    def __enter__(self) -> Self:
+        self.acquire()
+        return self
+
     def __exit__(
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.owner = None
-        waiting, self._waiting = self._waiting, []
-        for wake in waiting:
-            wake()
-        self._baton.hop()
+        self.release()
 
 
 class ThreadWorld(World):
