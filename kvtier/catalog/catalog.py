@@ -205,14 +205,16 @@ class Catalog(Below):
             kept = room.hold_names(needed)
             victims = Victims(room, lacking[0][0].owner)
             taken: list[tuple[Part, Slot]] = []
-            count = 0
+            count, ends = 0, lacking[0]
             for chunk in lacking:
                 parts = [part for part in chunk if not room.known(find(part.name))]
                 slots = self._reserve(parts, kept, victims)
                 if len(slots) < len(parts):
                     break
                 taken += zip(parts, slots, strict=True)
-                count += 1
+                count, ends = count + 1, chunk
+            if taken:  # or what a long answer adds would be as old as its beginning
+                room.touch([row for end in ends for row in self._index.line(find(end.name))])
             room.unhold(kept)
             return taken, len(lacking) - count
 

@@ -82,6 +82,15 @@ class Index:
             self.raw_bytes[row] = raw_bytes
         return row
 
+    def line(self, row: int) -> list[int]:
+        """Return a row and all above it, the topmost first."""
+        rows: list[int] = []
+        while row != NO_ROW:
+            rows.append(row)
+            row = self.parent[row]
+        rows.reverse()
+        return rows
+
     def set_slot(self, row: int, slot: Slot | None) -> None:
         """Assign a slot of the arena to the row, or take it away."""
         self.offset[row], _, self.serial[row] = slot or (0, 0, 0)

@@ -67,29 +67,17 @@ class Order:
     def insert(self, row: int) -> None:
         """A part came into the tier."""
         self._count += 1
-        self._queue(row).policy.insert(row)
+        self._queue(row).policy.insert(row, self._index.parent[row])
 
     def touch(self, rows: Sequence[int]) -> None:
         """Parts were used, in this order; those that are not in the tier are passed over."""
-        aside = self._first or self._parked or self._stuck
-        if not (aside or any(queue.ready for queue in self._queues.values())) and (
-            len(self._queues) == 1
-        ):
-            next(iter(self._queues.values())).policy.touch(rows)
-            return
         present, bit = self._index.present, 1 << self._tier
-        for row in rows:
-            if not present[row] & bit:
-                continue
-            if row in self._first:
-                if not self._index.orphan(row):
-                    self.revive(row)
-                continue
-            queue = self._queue(row)
-            if self._unpark(row) or _dropped(queue.ready, row):
-                queue.policy.insert(row)
-            else:
-                queue.policy.touch((row,))
+        rows = [row for row in rows if present[row] & bit]
+        if self._first or self._parked or self._stuck or self._any_ready():
+            for row in rows:
+                self._bring_back(row)
+        for queue in self._queues.values():
+            queue.policy.touch(rows)
 
     def remove(self, row: int) -> None:
         """A part left the tier."""
@@ -107,7 +95,7 @@ class Order:
         while rows:
             row = rows.pop()
             if _dropped(self._first, row):
-                self._queue(row).policy.insert(row)
+                self._queue(row).policy.insert(row, self._index.parent[row])
                 rows += [child for child in self._index.children_of(row) if child in self._first]
 
     def wake(self, row: int) -> None:
@@ -127,11 +115,11 @@ class Order:
                 going = True
                 yield row
             # A parent of a lower priority may have become a leaf when its turn was over.
-            going = going and any(queue.ready for queue in self._queues.values())
+            going = going and self._any_ready()
 
     def last_copies(self) -> Iterator[int]:
         """Yield rows that stay only because their children, in other tiers, need a parent."""
-        for row in list(self._stuck):
+        for row in self._stuck:
             if not self._index.holds[row] and not self._index.kids[self._tier][row]:
                 yield row
 
@@ -199,6 +187,17 @@ class Order:
                     del self._first[row]
                     self._park(row)
                 row = above
+
+    def _bring_back(self, row: int) -> None:
+        """Let a part that is used leave in its turn again."""
+        if row in self._first:
+            if not self._index.orphan(row):
+                self.revive(row)
+        elif self._unpark(row) or _dropped(self._queue(row).ready, row):
+            self._queue(row).policy.insert(row)
+
+    def _any_ready(self) -> bool:
+        return any(queue.ready for queue in self._queues.values())
 
     def _queue(self, row: int) -> _Queue:
         key = (self._index.level[row], self._share(row))

@@ -11,8 +11,12 @@ __all__ = ["Policy"]
 class Policy(Protocol):
     """Orders the rows of one tier. Rows are small integers; calls come under one lock."""
 
-    def insert(self, row: int) -> None:
-        """A part came into the tier, or came again."""
+    def insert(self, row: int, parent: int = -1) -> None:
+        """A part came into the tier, or came again.
+
+        parent: the row of the part that it continues, if any. Where that is in the tier the new
+        one had better leave before it, or it is asked for in vain: it can only leave after it.
+        """
         ...
 
     def touch(self, rows: Sequence[int]) -> None:

@@ -22,32 +22,42 @@ class Lru:
         self._inside = bytearray()
         self._count = 0
 
-    def insert(self, row: int) -> None:
-        """See Policy."""
+    def insert(self, row: int, parent: int = _NONE) -> None:
+        """See Policy. A part that continues another becomes the next older one."""
         if row >= len(self._inside):
-            grow = max(row + 1, 2 * len(self._inside)) - len(self._inside)
+            grow = row + 1 - len(self._inside)
             self._inside.extend(bytes(grow))
-            self._older.extend([_NONE] * grow)
-            self._newer.extend([_NONE] * grow)
+            self._older.extend((_NONE,) * grow)
+            self._newer.extend((_NONE,) * grow)
         if self._inside[row]:
             self.touch((row,))
             return
+        if 0 <= parent < len(self._inside) and self._inside[parent]:
+            self._link(row, row, self._older[parent], parent)
+        else:
+            self._link(row, row, self._newest, _NONE)
         self._inside[row] = 1
         self._count += 1
-        self._append(row)
 
     def touch(self, rows: Sequence[int]) -> None:
-        """See Policy."""
-        inside = self._inside
-        for row in rows:
-            if row != self._newest and row < len(inside) and inside[row]:
-                self._unlink(row)
-                self._append(row)
+        """See Policy. Rows that stand in this order already are moved as one run."""
+        inside, newer = self._inside, self._newer
+        rows = [row for row in rows if row < len(inside) and inside[row]]
+        at, count = 0, len(rows)
+        while at < count:
+            first = last = rows[at]
+            at += 1
+            while at < count and newer[last] == rows[at]:
+                last = rows[at]
+                at += 1
+            if last != self._newest:
+                self._unlink(first, last)
+                self._link(first, last, self._newest, _NONE)
 
     def remove(self, row: int) -> None:
         """See Policy."""
         if row < len(self._inside) and self._inside[row]:
-            self._unlink(row)
+            self._unlink(row, row)
             self._inside[row] = 0
             self._count -= 1
 
@@ -63,17 +73,21 @@ class Lru:
         """See Policy."""
         return self._count
 
-    def _append(self, row: int) -> None:
-        self._older[row] = self._newest
-        self._newer[row] = _NONE
-        if self._newest == _NONE:
-            self._oldest = row
+    def _link(self, first: int, last: int, older: int, newer: int) -> None:
+        """Put a run of rows, linked to each other, between two neighbours, or at an end."""
+        self._older[first] = older
+        self._newer[last] = newer
+        if older == _NONE:
+            self._oldest = first
         else:
-            self._newer[self._newest] = row
-        self._newest = row
+            self._newer[older] = first
+        if newer == _NONE:
+            self._newest = last
+        else:
+            self._older[newer] = last
 
-    def _unlink(self, row: int) -> None:
-        older, newer = self._older[row], self._newer[row]
+    def _unlink(self, first: int, last: int) -> None:
+        older, newer = self._older[first], self._newer[last]
         if older == _NONE:
             self._oldest = newer
         else:
