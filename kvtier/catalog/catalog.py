@@ -7,6 +7,7 @@ publish. Nothing is visible before its bytes are whole, and nothing held is ever
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -78,22 +79,11 @@ class Catalog(Below):
 
     def _match_plain(self, names: Sequence[Sequence[RecordId]], shape: Shape, limit: int) -> Found:
         """Match where every chunk needs all its parts: one pass, which ends at the first gap."""
-        find, present = self._index.rows.get, self._index.present
-        tiers: list[int] = []
-        rows: list[int] = []
-        for parts in names:
-            slowest = 1
-            for name in parts:
-                row = find(name, NO_ROW)
-                bits = present[row] if row != NO_ROW else 0
-                if not bits:
-                    slowest = 0
-                    break
-                slowest = max(slowest, bits & -bits)
-                rows.append(row)
-            if not slowest:
-                break
-            tiers.append(slowest.bit_length() - 1)
+        rows, bits = self._index.known(itertools.chain.from_iterable(names))
+        fastest = {one: (one & -one).bit_length() - 1 for one in set(bits)}
+        each = map(fastest.__getitem__, bits)
+        parts = len(names[0]) if names else 1
+        tiers = list(map(max, zip(*[each] * parts, strict=False)))
         self._room.touch(rows)
         size, block = shape.chunk_tokens, shape.block_tokens
         tokens = min(len(tiers) * size, limit // block * block)

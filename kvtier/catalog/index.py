@@ -8,7 +8,7 @@ see a headless tail. Not thread-safe: the Catalog holds its lock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from kvtier.identity.record import RecordId
@@ -59,6 +59,15 @@ class Index:
     def find(self, name: RecordId) -> int:
         """Return the row of a part, or NO_ROW."""
         return self.rows.get(name, NO_ROW)
+
+    def known(self, names: Iterable[RecordId]) -> tuple[list[int], list[int]]:
+        """Return the rows of parts, and the tiers of each, up to the first that is in none.
+
+        The loops run in C: one in Python takes longer than the look-up itself.
+        """
+        rows: list[int] = list(iter(map(self.rows.get, names).__next__, None))
+        bits: list[int] = list(iter(map(self.present.__getitem__, rows).__next__, 0))
+        return rows[: len(bits)], bits
 
     def ensure(
         self, name: RecordId, parent: RecordId | None, depth: int, raw_bytes: int, owner: int
