@@ -24,6 +24,7 @@ from kvtier.identity.namespace import Namespace, Request, Span
 if TYPE_CHECKING:
     from kvtier.cache import Cache, Match
     from kvtier.cache import open_cache as open  # noqa: A004  (kvtier.open, as files are opened)
+    from kvtier.catalog.owners import Quota
     from kvtier.config import Config, TierConfig
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "NamespaceMismatch",
     "Needs",
     "ProtocolError",
+    "Quota",
     "Request",
     "Span",
     "TierConfig",
@@ -51,6 +53,7 @@ _LATER: Final = {
     "Cache": "kvtier.cache:Cache",
     "Config": "kvtier.config:Config",
     "Match": "kvtier.cache:Match",
+    "Quota": "kvtier.catalog.owners:Quota",
     "TierConfig": "kvtier.config:TierConfig",
     "open": "kvtier.cache:open_cache",
 }

@@ -10,14 +10,15 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl
 
+from kvtier.catalog.owners import Quota, check_floors
 from kvtier.errors import ConfigError, unknown
 from kvtier.tiers.store import Store
-from kvtier.units import parse_bytes
+from kvtier.units import parse_bytes, parse_fraction
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -26,6 +27,8 @@ __all__ = ["ADMISSIONS", "Config", "TierConfig", "load_store", "parse_tier", "st
 
 ADMISSIONS: Final = ("through", "second-touch")
 _OWN_OPTIONS: Final = ("capacity", "admission")
+_TABLES: Final = ("tiers", "tenants")
+_QUOTA_OPTIONS: Final = ("floor", "ceiling")
 _GROUP: Final = "kvtier.storage_backends"
 # What an error must not repeat: a user's password, and what looks like a secret of theirs.
 _UNSAID: Final = re.compile(r"(//)[^/?]*(@)|((?:key|token|secret|word)=)[^&]*", re.IGNORECASE)
@@ -55,10 +58,14 @@ class TierConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A cache: DRAM first, then slower tiers in their order."""
+    """A cache: DRAM first, then slower tiers in their order. quotas: by tenant."""
 
     dram: int
     tiers: tuple[TierConfig, ...] = ()
+    quotas: Mapping[str, Quota] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        check_floors(self.quotas)
 
     @classmethod
     def from_urls(cls, urls: Sequence[str]) -> Config:
@@ -76,7 +83,10 @@ class Config:
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Config:
-        """Read ``tiers = ["dram:8GiB", ...]`` from a TOML file."""
+        """Read ``tiers = ["dram:8GiB", ...]`` from a TOML file.
+
+        A tenant's quota is a table: ``[tenants.NAME]`` with ``floor = "10%"``, ``ceiling = "50%"``.
+        """
         path = Path(path)
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -85,12 +95,29 @@ class Config:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
         for name in data:
-            if name != "tiers":
-                raise unknown("option", name, ("tiers",))
+            if name not in _TABLES:
+                raise unknown("option", name, _TABLES)
         urls = data.get("tiers")
         if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
             raise ConfigError(f'{path} needs tiers = ["dram:8GiB", ...]')
-        return cls.from_urls(urls)
+        tenants = data.get("tenants", {})
+        if not isinstance(tenants, dict):
+            raise ConfigError(f"tenants of {path} are tables, such as [tenants.NAME]")
+        quotas = {tenant: _quota(tenant, table) for tenant, table in tenants.items()}
+        return replace(cls.from_urls(urls), quotas=quotas)
+
+
+def _quota(tenant: str, table: object) -> Quota:
+    """Read one tenant's table."""
+    if not isinstance(table, dict):
+        raise ConfigError(f'tenant {tenant!r} needs a table, such as floor = "10%"')
+    for name in table:
+        if name not in _QUOTA_OPTIONS:
+            raise unknown(f"option of tenant {tenant!r}", name, _QUOTA_OPTIONS)
+    try:
+        return Quota(**{name: parse_fraction(value) for name, value in table.items()})
+    except ConfigError as error:
+        raise ConfigError(f"tenant {tenant!r}: {error}") from error
 
 
 def parse_tier(url: str) -> TierConfig:

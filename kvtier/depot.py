@@ -15,12 +15,12 @@ from kvtier.errors import ConfigError
 from kvtier.flow import Moves
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.shape import Shape
-from kvtier.memory.arena import Arena
+from kvtier.memory.arena import Arena, slot_bytes_for
 from kvtier.metrics import Metrics
 from kvtier.opening import index_tiers, open_tiers
 from kvtier.policies.lru import Lru
 from kvtier.seams import CancelledError, Flow
-from kvtier.units import format_bytes
+from kvtier.units import format_bytes, format_least
 
 __all__ = ["Depot"]
 
@@ -59,8 +59,11 @@ class Depot:
             Shelf(tier.name, Lru, setting.capacity)
             for tier, setting in zip(self.tiers.values(), config.tiers, strict=True)
         ]
+        self._shelves = shelves
+        self._quotas = config.quotas
+        self._check_ceiling(namespace.tenant, shape)
         self.numbers = {shelf.name: number for number, shelf in enumerate(shelves)}
-        self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics)
+        self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics, config.quotas)
         self.moves = Moves(
             self.catalog, self.arena, self.tiers, self.flow, self.clock, self.metrics
         )
@@ -75,7 +78,8 @@ class Depot:
     def join(self, namespace: Namespace, shape: Shape) -> int:
         """Let one more cache use it; return the number of its namespace.
 
-        Raises ConfigError when its parts are larger than the arena was cut for.
+        Raises ConfigError when its parts are larger than the arena was cut for, or one chunk
+        than its tenant may have.
         """
         largest = max(shape.nbytes)
         if not self.arena.fits(largest):
@@ -83,9 +87,23 @@ class Depot:
                 f"parts of {format_bytes(largest)} do not fit this cache's memory, which was cut "
                 "for smaller ones; open the cache with the namespace that has the largest first"
             )
+        self._check_ceiling(namespace.tenant, shape)
         with self._lock:
             self._caches += 1
         return self.catalog.owner(namespace.digest, namespace.tenant)
+
+    def _check_ceiling(self, tenant: str, shape: Shape) -> None:
+        """Refuse a tenant that could not keep a single chunk in some tier."""
+        ceiling = self._quotas[tenant].ceiling if tenant in self._quotas else 1.0
+        for number, shelf in enumerate(self._shelves):
+            footprint = self.tiers[number].footprint if number else slot_bytes_for
+            need = sum(footprint(nbytes) for nbytes in shape.nbytes)
+            if shelf.capacity is not None and ceiling * shelf.capacity < need:
+                raise ConfigError(
+                    f"tenant {tenant!r} may have {format_bytes(int(ceiling * shelf.capacity))} of "
+                    f"{shelf.name}, {ceiling:.1%}, and one chunk takes {format_least(need)} "
+                    "there; raise its ceiling, or the tier's capacity"
+                )
 
     def leave(self) -> None:
         """Let one cache go. The last one writes down what waits, bounded, and ends all threads."""

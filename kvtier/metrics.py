@@ -57,6 +57,13 @@ _ROWS: Final = (
     _counter("expired_leases", "leases", "Leases that ended by their deadline"),
     _gauge("tier_capacity_bytes", "bytes", "Budget of a tier", "tier"),
     _gauge("tier_used_bytes", "bytes", "Bytes of the budget in use", "tier"),
+    _gauge(
+        "tenant_used_bytes",
+        "bytes",
+        "Bytes of a tier in use by a tenant with a quota",
+        "tenant",
+        "tier",
+    ),
     _gauge("tier_parts", "parts", "Parts in a tier", "tier"),
     _gauge("leased_parts", "parts", "Parts under a lease, a spill or a copy"),
     _gauge("quarantined_slots", "slots", "Slots that wait for the fence of an expired plan"),

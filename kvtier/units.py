@@ -8,7 +8,14 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["format_bytes", "format_least", "format_seconds", "parse_bytes", "parse_seconds"]
+__all__ = [
+    "format_bytes",
+    "format_least",
+    "format_seconds",
+    "parse_bytes",
+    "parse_fraction",
+    "parse_seconds",
+]
 
 _BYTES: Final = {
     "b": 1,
@@ -26,6 +33,7 @@ _BYTES: Final = {
 }
 _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-zA-Z]*)\s*")
+_FRACTION: Final = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,20})?")
 _MAX_BYTES: Final = 1 << 60
 
 
@@ -49,6 +57,15 @@ def parse_seconds(text: str) -> float:
     if unit not in _SECONDS:
         raise ConfigError(f"duration {text!r} has no known unit; write it like 20ms, 1.5s or 2m")
     return float(number) * _SECONDS[unit]
+
+
+def parse_fraction(value: object) -> float:
+    """Return the fraction that ``"10%"``, ``"0.1"`` or ``0.1`` means. Raises ConfigError."""
+    text = str(value)
+    number, percent = text.removesuffix("%"), text.endswith("%")
+    if isinstance(value, bool) or not _FRACTION.fullmatch(number):
+        raise ConfigError(f"{value!r} is not a fraction; write it like 10% or 0.1")
+    return float(number) / 100 if percent else float(number)
 
 
 def format_bytes(count: int) -> str:

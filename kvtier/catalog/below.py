@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvtier.catalog.index import DRAM, NO_ROW
@@ -240,30 +240,30 @@ class Below:
     ) -> list[Victim]:
         """Take leaves out of a slower tier until more bytes fit its budget, LOT at most.
 
-        nbytes: by owner; an owner's share above its ceiling gives way itself. at_least: parts
-        that must leave even if the budget has room. below: rows for which the room is made;
-        their parents, and so all their ancestors, stay. The caller asks again after a full lot,
-        and deletes the victims from the Store; they can no longer be matched.
+        nbytes: by owner; a share that would be above its ceiling gives way itself, and otherwise
+        what nobody may take from a share is left to it. at_least: parts that must leave even if
+        the budget has room. below: rows for which the room is made; their parents, and so all
+        their ancestors, stay. The caller asks again after a full lot, and deletes the victims
+        from the Store; they can no longer be matched.
         """
         with self._lock:
             kept = self._room.hold_parents(below)
             shelf = self._shelves[tier]
             victims: list[Victim] = []
+            total = share = 0
             for share, wanted in self._by_share(nbytes).items():
+                rows = self._room.victims(tier, share)
                 while len(victims) < LOT and self._room.over_ceiling(share, tier, wanted):
-                    row = next(self._room.victims(tier, share), NO_ROW)
-                    if row == NO_ROW:
+                    if not self._take_next(rows, tier, victims):
                         break
-                    victims.append(self._take_out(row, tier))
-            rows = itertools.islice(self._room.victims(tier), LOT - len(victims))
-            total = sum(nbytes.values())
-            while len(victims) < at_least or (
-                shelf.capacity is not None and shelf.used + total > shelf.capacity
-            ):
-                row = next(rows, NO_ROW)
-                if row == NO_ROW:
-                    break
-                victims.append(self._take_out(row, tier))
+                total += wanted
+                rows = self._room.victims(tier, by=share)
+                while len(victims) < LOT and not shelf.has_room(total):
+                    if not self._take_next(rows, tier, victims):
+                        break
+            rows = self._room.victims(tier, by=share)
+            while len(victims) < min(at_least, LOT) and self._take_next(rows, tier, victims):
+                pass
             self._metrics.add("evicted_parts", len(victims), tier=shelf.name)
             self._room.unhold(kept)
             return victims
@@ -271,8 +271,9 @@ class Below:
     def clear(self, tier: int) -> list[Victim]:
         """Take what nobody holds out of a tier, deepest first; fewer than LOT when all of it."""
         with self._lock:
-            rows = itertools.islice(self._room.victims(tier), LOT)
-            return [self._take_out(row, tier) for row in rows]
+            shares = range(len(self._owners.quotas))
+            rows = itertools.chain.from_iterable(self._room.victims(tier, one) for one in shares)
+            return [self._take_out(row, tier) for row in itertools.islice(rows, LOT)]
 
     def _by_share(self, nbytes: Mapping[int, int]) -> dict[int, int]:
         shares: dict[int, int] = {}
@@ -280,6 +281,29 @@ class Below:
             share = self._owners.shares[owner]
             shares[share] = shares.get(share, 0) + count
         return shares
+
+    def over_ceilings(self, tier: int, parts: Iterable[tuple[int, int]]) -> list[bool]:
+        """Say of parts, in their order, which would take their owner's share above its ceiling.
+
+        parts: owner and bytes of each.
+        """
+        with self._lock:
+            taken: dict[int, int] = {}
+            over: list[bool] = []
+            for owner, nbytes in parts:
+                share = self._owners.shares[owner]
+                wanted = taken.get(share, 0) + nbytes
+                over.append(self._room.over_ceiling(share, tier, wanted))
+                if not over[-1]:
+                    taken[share] = wanted
+            return over
+
+    def _take_next(self, rows: Iterator[int], tier: int, victims: list[Victim]) -> bool:
+        """Take the next row out of a tier; False when none may leave."""
+        row = next(rows, NO_ROW)
+        if row != NO_ROW:
+            victims.append(self._take_out(row, tier))
+        return row != NO_ROW
 
     def _take_out(self, row: int, tier: int) -> Victim:
         victim = Victim(row, self._index.names[row], self._index.charged[tier][row])

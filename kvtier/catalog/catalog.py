@@ -266,6 +266,10 @@ class Catalog(Below):
             metrics.set(
                 "tier_used_bytes", self._room.arena.used_bytes, tier=self._shelves[DRAM].name
             )
+            for share, tenant in enumerate(self._owners.tenants[1:], 1):
+                for shelf in self._shelves:
+                    used = shelf.used_by[share]
+                    metrics.set("tenant_used_bytes", used, tenant=tenant, tier=shelf.name)
             metrics.set("leased_parts", index.held_rows)
             metrics.set("quarantined_slots", self._leases.quarantined)
             metrics.set("orphan_parts", index.orphans)

@@ -29,7 +29,8 @@ class Order:
     """The order of one tier. policy: makes an empty one, for each priority and share.
 
     share: says in which share a row counts; spare: by how many bytes a share is above what nobody
-    may take from it. Share 0, the common one, keeps nothing back.
+    may take from it; size: the bytes that a row takes here. Share 0, the common one, keeps nothing
+    back.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Order:
         policy: Callable[[], Policy],
         share: Callable[[int], int],
         spare: Callable[[int], int],
+        size: Callable[[int], int],
     ) -> None:
         self._index = index
         self._tier = tier
         self._policy = policy
         self._share = share
         self._spare = spare
+        self._size = size
         self._queues: dict[tuple[int, int], _Queue] = {}
         self._first: dict[int, None] = {}  # a stack: what hangs under a row lies above it
         self._parked: dict[int, None] = {}
@@ -103,27 +106,38 @@ class Order:
         if self._unpark(row):
             (self._first if self._index.orphan(row) else self._queue(row).ready)[row] = None
 
-    def victims(self, share: int | None = None) -> Iterator[int]:
+    def victims(self, share: int | None = None, by: int = 0) -> Iterator[int]:
         """Yield the rows that should leave, in order; one has left when the next is asked.
 
-        share: take from it alone. Otherwise what nobody may take from a share is left to it.
+        share: take from it alone. Otherwise what nobody may take from a share is left to it, but
+        by: the share that asks, which may take from its own.
         """
         going = True
         while going:
             going = False
-            for row in itertools.chain(self._expendable(share), self._by_level(share)):
+            for row in itertools.chain(self._expendable(share, by), self._by_level(share, by)):
                 going = True
                 yield row
             # A parent of a lower priority may have become a leaf when its turn was over.
             going = going and self._any_ready()
 
-    def last_copies(self) -> Iterator[int]:
-        """Yield rows that stay only because their children, in other tiers, need a parent."""
+    def last_copies(self, share: int | None = None, by: int = 0) -> Iterator[int]:
+        """Yield rows that stay only because their children, in other tiers, need a parent.
+
+        share, by: see ``victims``.
+        """
         for row in self._stuck:
-            if not self._index.holds[row] and not self._index.kids[self._tier][row]:
+            leaf = not self._index.holds[row] and not self._index.kids[self._tier][row]
+            if leaf and self._may_take(row, share, by):
                 yield row
 
-    def _by_level(self, share: int | None) -> Iterator[int]:
+    def _may_take(self, row: int, share: int | None, by: int) -> bool:
+        its = self._share(row)
+        if share is not None:
+            return its == share
+        return its in (0, by) or self._spare(its) >= self._size(row)
+
+    def _by_level(self, share: int | None, by: int) -> Iterator[int]:
         """Yield rows by priority; within one, from the share that is most above its own."""
         for level in sorted({level for level, _ in self._queues}):
             turns = {
@@ -133,13 +147,11 @@ class Order:
             }
             while turns:
                 most = max(turns, key=self._spare)
-                row = NO_ROW
-                if share is not None or most == 0 or self._spare(most) > 0:
-                    row = next(turns[most], NO_ROW)
-                if row == NO_ROW:
-                    del turns[most]
-                else:
+                row = next(turns[most], NO_ROW)
+                if row != NO_ROW and self._may_take(row, share, by):
                     yield row
+                else:
+                    del turns[most]
 
     def _leaving(self, queue: _Queue) -> Iterator[int]:
         """Yield the rows of one queue that may leave; park those that may not."""
@@ -162,14 +174,13 @@ class Order:
                 queue.policy.remove(row)
                 self._park(row)
 
-    def _expendable(self, share: int | None) -> Iterator[int]:
+    def _expendable(self, share: int | None, by: int) -> Iterator[int]:
         """Yield the rows that leave first, each after what hangs under it."""
         index, tier = self._index, self._tier
         bit = 1 << tier
-        rows = (row for row in reversed(list(self._first)) if share in (None, self._share(row)))
-        for first in rows:
+        for first in reversed(list(self._first)):
             row = first
-            while row != NO_ROW and row in self._first:
+            while row in self._first and self._may_take(row, share, by):
                 below = (
                     child
                     for child in (index.children_of(row) if index.kids[tier][row] else ())

@@ -6,18 +6,20 @@ nobody takes from it, and above its ceiling it takes from itself.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["NOBODY", "Owners", "Quota"]
+__all__ = ["NOBODY", "Owners", "Quota", "check_floors"]
 
 NOBODY: Final = 0
 """The owner of parts of more namespaces than can be told apart; they are never served."""
 
 _MOST: Final = 1 << 16
+_ROUNDING: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +35,29 @@ class Quota:
     def __post_init__(self) -> None:
         if not 0.0 <= self.floor <= self.ceiling <= 1.0:
             raise ConfigError(
-                f"a quota needs 0 <= floor <= ceiling <= 1, not {self.floor} and {self.ceiling}"
+                f"a quota needs 0 <= floor <= ceiling <= 1, as fractions of a tier, not floor "
+                f"{self.floor} and ceiling {self.ceiling}"
             )
 
 
+def check_floors(quotas: Mapping[str, Quota]) -> None:
+    """Raise ConfigError when the floors of all tenants cannot be kept together."""
+    floors = math.fsum(quota.floor for quota in quotas.values())
+    if floors > 1 + _ROUNDING:
+        named = ", ".join(repr(tenant) for tenant, quota in quotas.items() if quota.floor)
+        raise ConfigError(
+            f"the floors of tenants {named} add up to {floors:.0%} of each tier; lower some, to "
+            "100% together"
+        )
+
+
 class Owners:
-    """Namespaces by number. quotas: by tenant."""
+    """Namespaces by number. quotas: by tenant. tenants: names, by share; 0 is all the others."""
 
     def __init__(self, quotas: Mapping[str, Quota] | None = None) -> None:
         quotas = quotas or {}
-        if sum(quota.floor for quota in quotas.values()) > 1:
-            raise ConfigError("the floors of all tenants' quotas together exceed 1; lower some")
+        check_floors(quotas)
+        self.tenants = ("", *quotas)
         self.quotas = (Quota(), *quotas.values())
         self.digests = [b""]
         self.shares = [0]

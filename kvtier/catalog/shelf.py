@@ -11,7 +11,7 @@ from kvtier.catalog.order import Order
 from kvtier.catalog.owners import Owners
 from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
-from kvtier.memory.arena import Arena, Slot
+from kvtier.memory.arena import Arena, Slot, slot_bytes_for
 from kvtier.metrics import Metrics
 from kvtier.policies.base import Policy
 
@@ -34,6 +34,10 @@ class Shelf:
     used: int = 0
     used_by: list[int] = field(default_factory=list)
     order: Order = field(init=False)
+
+    def has_room(self, nbytes: int) -> bool:
+        """Say whether so many bytes fit the budget."""
+        return self.capacity is None or self.used + nbytes <= self.capacity
 
 
 class Room:
@@ -60,7 +64,12 @@ class Room:
         def spare(share: int) -> int:
             return shelf.used_by[share] - int(quotas[share].floor * (shelf.capacity or 0))
 
-        return Order(self.index, tier, shelf.policy, lambda row: shares[owner[row]], spare)
+        def size(row: int) -> int:
+            if tier == DRAM:
+                return slot_bytes_for(self.index.raw_bytes[row])
+            return self.index.charged[tier][row]
+
+        return Order(self.index, tier, shelf.policy, lambda row: shares[owner[row]], spare, size)
 
     # ---- what is used
 
@@ -98,24 +107,22 @@ class Room:
         below: held rows for whose sake it is done; neither they nor their ancestors leave.
         """
         while (slot := victims.slot(nbytes)) is None:
-            row = victims.next(nbytes)
-            if row == NO_ROW:
-                row = self._last_copy(below)
+            row = victims.next(nbytes, below)
             if row == NO_ROW:
                 return None
             self.leave(row, DRAM)
             self._metrics.add("evicted_parts", tier=self.shelves[DRAM].name)
         return slot
 
-    def victims(self, tier: int, share: int | None = None) -> Iterator[int]:
+    def victims(self, tier: int, share: int | None = None, by: int = 0) -> Iterator[int]:
         """Yield the rows that should leave a tier, in order; one has left when the next is asked.
 
-        share: take from it alone.
+        share: take from it alone; by: the share for which room is made. See Order.
         """
         self.settle_touches()
-        return self.shelves[tier].order.victims(share)
+        return self.shelves[tier].order.victims(share, by)
 
-    def _last_copy(self, below: list[int]) -> int:
+    def last_copy(self, below: list[int], share: int | None = None, by: int = 0) -> int:
         """Return a row of DRAM whose children lie in slower tiers only, or NO_ROW.
 
         Its write has failed there. Its slot must not be lost for good, so its children become
@@ -128,7 +135,7 @@ class Room:
             while row != NO_ROW and row not in kept:
                 kept[row] = None
                 row = index.parent[row]
-        rows = self.shelves[DRAM].order.last_copies()
+        rows = self.shelves[DRAM].order.last_copies(share, by)
         return next((row for row in rows if row not in kept), NO_ROW)
 
     def over_ceiling(self, share: int, tier: int, nbytes: int) -> bool:
@@ -157,6 +164,8 @@ class Room:
         self.owners.shares[owner] = share
         for tier, row in inside:
             self.shelves[tier].order.insert(row)
+            if index.orphan(row):
+                self.shelves[tier].order.expend(row)
         for tier, shelf in enumerate(self.shelves):
             moved = sum(index.charged[tier][row] for row in mine)
             if tier == DRAM:
@@ -304,19 +313,24 @@ class Victims:
     def __init__(self, room: Room, owner: int) -> None:
         self._room = room
         self._share = room.owners.shares[owner]
+        self._only: int | None = None
         self._turns: Iterator[int] | None = None
 
     def slot(self, nbytes: int) -> Slot | None:
         """Return a free slot, unless the owner has no right to one."""
-        if self._room.over_ceiling(self._share, DRAM, nbytes):
-            return None
-        return self._room.arena.allocate(nbytes)
+        return None if self._full(nbytes) else self._room.arena.allocate(nbytes)
 
-    def next(self, nbytes: int) -> int:
-        """Return the next row to leave; the owner's own while it is at its ceiling. Or NO_ROW."""
-        if self._room.over_ceiling(self._share, DRAM, nbytes):
-            self._turns = None  # no two passes at a time
-            return next(self._room.victims(DRAM, self._share), NO_ROW)
-        if self._turns is None:
-            self._turns = self._room.victims(DRAM)
-        return next(self._turns, NO_ROW)
+    def next(self, nbytes: int, below: list[int]) -> int:
+        """Return the next row to leave; the owner's own while it is at its ceiling. Or NO_ROW.
+
+        below: see ``slot_for``.
+        """
+        only = self._share if self._full(nbytes) else None
+        if self._turns is None or only != self._only:  # no two passes at a time
+            self._only = only
+            self._turns = self._room.victims(DRAM, only, self._share)
+        row = next(self._turns, NO_ROW)
+        return row if row != NO_ROW else self._room.last_copy(below, only, self._share)
+
+    def _full(self, nbytes: int) -> bool:
+        return self._room.over_ceiling(self._share, DRAM, slot_bytes_for(nbytes))

@@ -244,7 +244,13 @@ class Spiller:
         sizes = [self._tier.footprint(job.part.nbytes) for job in jobs]
         count = bisect.bisect_right(list(itertools.accumulate(sizes)), spare)
         self._drop(jobs[count:], "full")
-        return jobs[:count]
+        jobs, sizes = jobs[:count], sizes[:count]
+        owners = (job.part.owner for job in jobs)
+        over = self._catalog.over_ceilings(self._number, zip(owners, sizes, strict=True))
+        if not any(over):
+            return jobs
+        self._drop([job for job, above in zip(jobs, over, strict=True) if above], "quota")
+        return self._headed([job for job, above in zip(jobs, over, strict=True) if not above])
 
     def _settled(self, job: _Job, status: Status) -> None:
         """Note a part's outcome.

@@ -48,7 +48,7 @@ class Oracle:
         What a probe sees may have lost its parent while the shared tier was asked.
         """
         lost, stored = self._catalog.lost, self._catalog.stored
-        last_copy = self._catalog._room._last_copy
+        last_copy = self._catalog._room.last_copy
 
         def counted_lost(row: int, tier: int) -> None:
             self.lost += 1
@@ -59,14 +59,14 @@ class Oracle:
             self.lost += row == NO_ROW or not self._index.present[row]
             stored(part, tier, charged)
 
-        def counted_last(below: list[int]) -> int:
-            row = last_copy(below)
+        def counted_last(below: list[int], share: int | None = None, by: int = 0) -> int:
+            row = last_copy(below, share, by)
             self.lost += row != NO_ROW
             return row
 
         self._catalog.lost = counted_lost  # type: ignore[method-assign]
         self._catalog.stored = counted_stored  # type: ignore[method-assign]
-        self._catalog._room._last_copy = counted_last  # type: ignore[method-assign]
+        self._catalog._room.last_copy = counted_last  # type: ignore[method-assign]
 
     # ---- at any moment
 

@@ -122,7 +122,7 @@ class Events:
         self._after(catalog, "commit", self._if_not("commit_refused"))
         self._after(catalog, "hold_for_fetch", self._held_for_fetch)
         self._after(catalog, "release_rows", self._waited)
-        self._after(catalog._room, "_last_copy", self._evicted_last_copy)
+        self._after(catalog._room, "last_copy", self._evicted_last_copy)
         clear, end = catalog.clear, catalog._leases.end
 
         def watched_clear(tier: int) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from kvtier.catalog.catalog import Catalog, Part, Shelf, Victim
 from kvtier.catalog.lease import Lease
+from kvtier.catalog.owners import Quota
 from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import RecordId, record_id
@@ -41,12 +42,14 @@ class Clock:
 class SmallCatalog:
     """A catalog with room for `slots` parts in DRAM and one slower tier."""
 
-    def __init__(self, slots: int, capacity: int | None = None) -> None:
+    def __init__(
+        self, slots: int, capacity: int | None = None, quotas: Mapping[str, Quota] | None = None
+    ) -> None:
         self.clock = Clock()
         self.metrics = Metrics()
         self.arena = Arena(slots * PART_BYTES, [PART_BYTES])
         shelves = [Shelf("dram", Lru, slots * PART_BYTES), Shelf("lmdb", Lru, capacity)]
-        self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics)
+        self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics, quotas)
 
     def save(self, parts: Sequence[Part]) -> int:
         """Save parts as an engine would; return how many were kept."""
@@ -80,7 +83,7 @@ class SmallCatalog:
     def hold_for_fetch(self, parts: Sequence[Part]) -> tuple[list[tuple[int, ...]], list[int]]:
         """Hold one-part chunks for a fetch."""
         tokens = len(parts) * SHAPE.chunk_tokens
-        return self.catalog.hold_for_fetch(names(parts), SHAPE, 0, tokens, 0)
+        return self.catalog.hold_for_fetch(names(parts), SHAPE, 0, tokens, parts[0].owner)
 
     def evict(self, tier: int, nbytes: int, **kwargs: Any) -> list[Victim]:
         """Make room for parts that nobody owns."""

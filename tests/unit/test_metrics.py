@@ -12,7 +12,10 @@ from kvtier.errors import MisuseError
 from kvtier.events import Reporter
 from kvtier.metrics import TABLE, Metric, Metrics
 
-UNITS = {"bytes", "calls", "chunks", "leases", "parts", "records", "seconds", "slots", "tokens"}
+UNITS = {
+    *("bytes", "calls", "chunks", "fetches", "leases", "matches", "parts", "pins", "prefetches"),
+    *("records", "seconds", "slots", "tokens"),
+}
 SAMPLE = re.compile(r'(?P<name>[a-z_]+)(?:\{(?P<labels>(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)+)\})? \S+')
 
 
