@@ -67,7 +67,6 @@ class Cache(Upkeep):
         clock: Clock = monotonic,
         flow: Flow | None = None,
     ) -> None:
-        self.namespace = namespace
         self.geometry = namespace.geometry
         self.ranks = (shards, stages)
         self.shape = shape = chunk_shape(self.geometry, shards, stages)
@@ -77,7 +76,7 @@ class Cache(Upkeep):
         else:
             depot = Depot(config, namespace, shape, clock, flow or ThreadFlow())
             owner = depot.catalog.owner(namespace.digest)
-        super().__init__(depot)
+        super().__init__(depot, namespace)
         self._namer = Namer(namespace, shape, owner)
         self._plans = Plans(self._catalog, self.geometry, shape, depot.arena_id, depot.plan_ids)
 
@@ -110,6 +109,9 @@ class Cache(Upkeep):
         """
         self._check()
         prefix = tokens if isinstance(tokens, Prefix) else self.prefix(tokens, request)
+        if self.bypass:
+            self.metrics.add("bypassed_matches")
+            return Match(prefix, 0, ())
         limit = prefix.limit
         found = self._catalog.match(prefix.names, self.shape, limit)
         self.metrics.add("match_tokens", len(prefix.tokens))
@@ -133,6 +135,8 @@ class Cache(Upkeep):
         self._check()
         _check_ahead("a lease's deadline", deadline)
         prefix = match.prefix
+        if self.bypass:
+            return None
         return self._catalog.lease(
             prefix.names, self.shape, first, match.tokens, deadline, whole=True
         )
@@ -149,6 +153,8 @@ class Cache(Upkeep):
         """
         self._check()
         _check_ahead("a lease's deadline", deadline)
+        if self.bypass:
+            return FetchTransfer(self._depot.flow.spawn(_nothing()))
         found = Found(match.tokens, [], match.known)
         work = self._moves.fetch(
             match.prefix, first, found, ask=match.unknown, within=timeout, hold=deadline
@@ -186,6 +192,8 @@ class Cache(Upkeep):
         Raises MisuseError when a block table is shorter than the chunks.
         """
         self._check()
+        if self.bypass:
+            return None
         plan, refused = self._plans.save(prefix, block_ids, first, ())
         if refused:
             self.metrics.add("dropped_saves", refused, reason="busy")
@@ -238,6 +246,10 @@ class Cache(Upkeep):
             device,
             (shard, shards, stage, stages),
         )
+
+
+async def _nothing() -> None:
+    """Bring up nothing."""
 
 
 def _check_kinds(namespace: object, shards: object, stages: object) -> None:

@@ -36,6 +36,7 @@ def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
 
 _ROWS: Final = (
     _counter("match_tokens", "tokens", "Tokens of prompts that were matched against the index"),
+    _counter("bypassed_matches", "matches", "Matches of a namespace that goes without its cache"),
     _counter("hit_tokens", "tokens", "Tokens that were loaded, by the tier they came from", "tier"),
     _counter("refused_fetches", "fetches", "Fetches refused since too much was being read"),
     _counter("saved_chunks", "chunks", "Chunks that were committed to DRAM"),

@@ -12,6 +12,7 @@ from typing import Final, Self
 
 from kvtier.depot import Depot
 from kvtier.errors import ConfigError, MisuseError
+from kvtier.identity.namespace import Namespace
 
 __all__ = ["Upkeep"]
 
@@ -21,7 +22,8 @@ _CLEAR_SECONDS: Final = 30.0
 class Upkeep:
     """One of the caches that share a Depot. Safe from any thread, not across fork."""
 
-    def __init__(self, depot: Depot) -> None:
+    def __init__(self, depot: Depot, namespace: Namespace) -> None:
+        self.namespace = namespace
         self.metrics = depot.metrics
         self._depot = depot
         self._catalog = depot.catalog
@@ -52,6 +54,24 @@ class Upkeep:
         self._check_process()
         self._catalog.figures()
         return self.metrics.snapshot()
+
+    @property
+    def bypass(self) -> bool:
+        """Whether this namespace goes without its cache. Set it, and that is so at once.
+
+        While it is on, no prompt matches, nothing is saved, and nothing is brought up from below;
+        leases and plans that are out go on. What is stored stays, and hits again afterwards.
+        Other namespaces of the same tiers do not notice. Memory only.
+        """
+        return self.namespace.digest in self._depot.bypassed
+
+    @bypass.setter
+    def bypass(self, on: bool) -> None:
+        self._check()
+        if on:
+            self._depot.bypassed[self.namespace.digest] = None
+        else:
+            self._depot.bypassed.pop(self.namespace.digest, None)
 
     # ---- life
 

@@ -130,7 +130,7 @@ def test_every_part_is_in_the_order_once_wherever_it_stands(small):
 def test_without_parking_each_pass_would_look_at_all_that_is_held(small, monkeypatch):
     """The twin: what `parked` is for."""
 
-    def unparked(self, share=None):
+    def unparked(self, share=None, _by=0):
         return (row for row in list(self) if self._index.leaf(row, self._tier))
 
     monkeypatch.setattr(Order, "victims", unparked)
