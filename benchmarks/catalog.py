@@ -4,7 +4,7 @@
 
 match     512 chunks with their names given, beside 512 bare dict look-ups among as many entries;
           each turn has names of its own, made anew, so that neither has their hashes or warms
-          the other's cache
+          the other's cache. touch is the marking as used that a match puts off
 lease     lease and release of 512 parts in DRAM
 evict     reserve of one chunk in a full DRAM, which takes out one part, the mean of many; in the
           ordinary order, a thousand chains whose parents are all older than their children, and
@@ -12,7 +12,8 @@ evict     reserve of one chunk in a full DRAM, which takes out one part, the mea
 memory    Python's bytes for a part, with DRAM and two slower tiers: by tracemalloc, and by the
           resident memory of a fresh process; once for parts in a slower tier, once in DRAM
 
-The arena's memory is mapped and never touched, so that a million slots cost nothing.
+Times are of the CPU, so that what else the machine does counts by the caches that it empties
+alone. The arena's memory is mapped and never touched, so that a million slots cost nothing.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ from typing import Any
 from kvtier.catalog.catalog import Catalog, Part, Shelf
 from kvtier.catalog.lease import Lease
 from kvtier.clock import monotonic
+from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import record_id
+from kvtier.identity.shape import chunk_shape
 from kvtier.memory.arena import PAGE_BYTES, Arena
 from kvtier.metrics import Metrics
 from kvtier.policies.lru import Lru
@@ -45,6 +48,7 @@ ROUNDS = 101
 EVICTIONS = 1_000
 LOWER = 1
 SUM = bytes(16)
+SHAPE = chunk_shape(Geometry((Component(layers=1, heads=1, head_size=8),), chunk_tokens=256))
 LIMITS = "limits: match 3 times the dict, 300 bytes, lease and release 1 ms, evict not linear"
 
 
@@ -60,7 +64,7 @@ class Bench:
 
     def __init__(self, slots: int) -> None:
         self.arena = UntouchedArena(slots * PAGE_BYTES, [PAGE_BYTES])
-        shelves = [Shelf(name, Lru(), None) for name in ("dram", "lmdb", "s3")]
+        shelves = [Shelf(name, Lru, None) for name in ("dram", "lmdb", "s3")]
         self.catalog = Catalog(self.arena, shelves, monotonic, Metrics())
 
     def save(self, parts: list[Part]) -> None:
@@ -71,9 +75,15 @@ class Bench:
         if refused or len(taken) < len(parts):
             raise SystemExit("the parts do not fit DRAM")
 
+    def match(self, names: list[list[bytes]]) -> int:
+        """Return how many chunks are there."""
+        limit = len(names) * SHAPE.chunk_tokens
+        return self.catalog.match(names, SHAPE, limit).chunks
+
     def lease(self, names: list[list[bytes]]) -> Lease:
         """Lease chunks that must be there."""
-        lease = self.catalog.lease(0, names, 3600)
+        tokens = len(names) * SHAPE.chunk_tokens
+        lease = self.catalog.lease(names, SHAPE, 0, tokens, 3600, whole=True)
         if lease is None:
             raise SystemExit("the chunks are not in DRAM")
         return lease
@@ -102,10 +112,10 @@ def asked(chain: int) -> list[list[bytes]]:
 
 
 def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-    """Return the seconds that a call takes, and what it returns."""
-    begin = time.perf_counter()
+    """Return the seconds of the CPU that a call takes, and what it returns."""
+    begin = time.thread_time()
     result = call()
-    return time.perf_counter() - begin, result
+    return time.thread_time() - begin, result
 
 
 def spread(values: list[float], scale: float = 1.0) -> dict[str, float]:
@@ -121,23 +131,27 @@ def look_up(size: int) -> dict[str, dict[str, float]]:
     for parts in chains(size):
         bench.save(parts)
         bare |= {bytes(memoryview(one.name)): len(bare) + at for at, one in enumerate(parts)}
-    catalog, get = bench.catalog, bare.get
-    seconds: dict[str, list[float]] = {"match": [], "dict": [], "ratio": [], "lease": []}
+    get = bare.get
+    seconds: dict[str, list[float]] = {
+        name: [] for name in ("match", "dict", "ratio", "touch", "lease")
+    }
     for turn in range(ROUNDS):
         names = asked(7 * turn % (size // CHAIN))
-        match, found = timed(lambda names=names: catalog.match(names))
+        match, found = timed(lambda names=names: bench.match(names))
         flat = [name for (name,) in asked((7 * turn + 3) % (size // CHAIN))]
         plain, rows = timed(lambda flat=flat: [get(name) for name in flat])
-        if len(found) < CHUNKS or None in rows:
+        if found < CHUNKS or None in rows:
             raise SystemExit("the chunks are not indexed")
+        touch, _ = timed(bench.catalog.expire)
         lease, _ = timed(lambda names=names: bench.lease(names).release())
-        for name, value in zip(seconds, (match, plain, match / plain, lease), strict=True):
+        for name, value in zip(seconds, (match, plain, match / plain, touch, lease), strict=True):
             seconds[name].append(value)
     bench.arena.close()
     return {
         "match_us": spread(seconds["match"], 1e6),
         "dict_us": spread(seconds["dict"], 1e6),
         "match_over_dict": spread(seconds["ratio"]),
+        "touch_us": spread(seconds["touch"], 1e6),
         "lease_release_512_ms": spread(seconds["lease"], 1e3),
     }
 
@@ -146,7 +160,7 @@ def ordinary(bench: Bench, size: int) -> None:
     """Fill DRAM prompt by prompt, each used once more since."""
     for parts in chains(size):
         bench.save(parts)
-        bench.catalog.match([[one.name] for one in parts])
+        bench.match([[one.name] for one in parts])
 
 
 def parents_older(bench: Bench, size: int) -> None:
@@ -201,7 +215,7 @@ def memory(size: int, where: str, meter: str) -> tuple[float, float]:
     if meter == "traced":
         tracemalloc.start()
     gc.collect()
-    before, begin = (resident, traced)[meter == "traced"](), time.perf_counter()
+    before, begin = (resident, traced)[meter == "traced"](), time.thread_time()
     for parts in chains(size):
         if where == "dram":
             bench.save(parts)
@@ -209,7 +223,7 @@ def memory(size: int, where: str, meter: str) -> tuple[float, float]:
             for one in parts:
                 bench.catalog.stored(one, LOWER, one.nbytes)
     parts = []
-    seconds = time.perf_counter() - begin
+    seconds = time.thread_time() - begin
     gc.collect()
     return ((resident, traced)[meter == "traced"]() - before) / size, seconds
 
@@ -235,7 +249,7 @@ def measure(size: int) -> dict[str, Any]:
 def show(size: int, found: dict[str, Any]) -> None:
     """Print the figures of one size."""
     print(f"{size:,} parts")
-    for name in ("match_us", "dict_us", "match_over_dict", "lease_release_512_ms"):
+    for name in ("match_us", "dict_us", "match_over_dict", "touch_us", "lease_release_512_ms"):
         row = found[name]
         print(f"  {name:24} {row['median']:9.2f}   ({row['min']:.2f} to {row['max']:.2f})")
     for order, row in found["evict_us"].items():
