@@ -74,11 +74,7 @@ class Order:
 
     def touch(self, rows: Sequence[int]) -> None:
         """Parts were used, in this order; those that are not in the tier are passed over."""
-        present, bit = self._index.present, 1 << self._tier
-        rows = [row for row in rows if present[row] & bit]
-        if self._first or self._parked or self._stuck or self._any_ready():
-            for row in rows:
-                self._bring_back(row)
+        self._bring_back(rows)
         for queue in self._queues.values():
             queue.policy.touch(rows)
 
@@ -199,13 +195,19 @@ class Order:
                     self._park(row)
                 row = above
 
-    def _bring_back(self, row: int) -> None:
-        """Let a part that is used leave in its turn again."""
-        if row in self._first:
-            if not self._index.orphan(row):
+    def _bring_back(self, rows: Sequence[int]) -> None:
+        """Let those parts leave in their turn again that would leave before, or had to stay."""
+        parked, bit = self._index.parked, 1 << self._tier
+        if self._first:
+            for row in [row for row in rows if row in self._first and not self._index.orphan(row)]:
                 self.revive(row)
-        elif self._unpark(row) or _dropped(self._queue(row).ready, row):
-            self._queue(row).policy.insert(row)
+        if self._parked or self._stuck:
+            for row in [row for row in rows if parked[row] & bit and self._unpark(row)]:
+                self._queue(row).policy.insert(row)
+        for queue in self._queues.values():
+            if queue.ready:
+                for row in [row for row in rows if _dropped(queue.ready, row)]:
+                    queue.policy.insert(row)
 
     def _any_ready(self) -> bool:
         return any(queue.ready for queue in self._queues.values())
