@@ -127,22 +127,19 @@ class Catalog(Below):
         one. None when there is none beyond the first `first` chunks.
         """
         with self._lock:
-            find, present = self._index.find, self._index.present
+            find, present = self._index.rows.get, self._index.present
 
             def has(chunk: int, at: int) -> bool:
                 if chunk < first:  # the engine has it
                     return True
-                row = find(names[chunk][at])
+                row = find(names[chunk][at], NO_ROW)
                 return row != NO_ROW and bool(present[row] & 1)
 
             size = shape.chunk_tokens
             usable, _ = usable_tokens(shape, -(-tokens // size), tokens, has)
             if usable <= first * size or (whole and usable < tokens):
                 return None
-            held = tuple(
-                tuple(names[chunk][at] for at in shape.needed(usable, chunk))
-                for chunk in range(first, -(-usable // size))
-            )
+            held = shape.select(names, first, usable)
             return self._leases.new(first, usable, held, seconds, self._end_lease)
 
     def issue(self, lease: Lease) -> bool:

@@ -8,7 +8,8 @@ see a headless tail. Not thread-safe: the Catalog holds its lock.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 from kvtier.identity.record import RecordId
@@ -19,6 +20,8 @@ __all__ = ["DRAM", "NO_ROW", "Index"]
 NO_ROW: Final = -1
 DRAM: Final = 0
 """The tier number of DRAM; slower tiers follow in their order."""
+
+_slot: Final = partial(tuple.__new__, Slot)  # the class itself takes three times as long
 
 
 class Index:
@@ -108,6 +111,14 @@ class Index:
         """Return the slot that is assigned to the row."""
         return Slot(self.offset[row], slot_bytes_for(self.raw_bytes[row]), self.serial[row])
 
+    def slots(self, rows: Sequence[int]) -> list[Slot]:
+        """Return the slots of many rows, in loops that run in C."""
+        raw = list(map(self.raw_bytes.__getitem__, rows))
+        size = {nbytes: slot_bytes_for(nbytes) for nbytes in set(raw)}
+        offsets, serials = map(self.offset.__getitem__, rows), map(self.serial.__getitem__, rows)
+        fields = zip(offsets, map(size.__getitem__, raw), serials, strict=True)
+        return list(map(_slot, fields))
+
     def children_of(self, row: int) -> Iterator[int]:
         """Yield the rows whose parent this is, present or not."""
         child = self._child[row]
@@ -123,6 +134,14 @@ class Index:
         self.held_rows += (before + change > 0) - (before > 0)
         if self.parked[row] and before + change == 0:
             self.freed(row)
+
+    def hold_all(self, rows: Iterable[int]) -> None:
+        """Hold each of many rows once more."""
+        holds, fresh = self.holds, 0
+        for row in rows:
+            fresh += not holds[row]
+            holds[row] += 1
+        self.held_rows += fresh
 
     def add(self, row: int, tier: int, charged: int = 0) -> None:
         """Make the part present in a tier."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 from kvtier.catalog.shelf import Room
 from kvtier.clock import Clock
@@ -13,6 +14,8 @@ from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot
 from kvtier.metrics import Metrics
+
+T = TypeVar("T")
 
 __all__ = ["Lease", "LeaseState", "Leases"]
 
@@ -54,7 +57,7 @@ class Lease:
         self,
         first: int,
         tokens: int,
-        names: tuple[tuple[RecordId, ...], ...],
+        names: Sequence[Sequence[RecordId]],
         rows: tuple[tuple[int, ...], ...],
         slots: tuple[tuple[Slot, ...], ...],
         deadline: float,
@@ -131,18 +134,17 @@ class Leases:
         self,
         first: int,
         tokens: int,
-        names: tuple[tuple[RecordId, ...], ...],
+        names: Sequence[Sequence[RecordId]],
         seconds: float,
         end: Callable[[Lease], None],
     ) -> Lease:
         """Hold parts that are in DRAM, of chunks from `first` on, and make a lease of them."""
         index = self._room.index
-        rows = tuple(tuple(index.rows[name] for name in parts) for parts in names)
-        for parts in rows:
-            for row in parts:
-                index.hold(row, 1)
-        slots = tuple(tuple(index.slot(row) for row in parts) for parts in rows)
-        lease = Lease(first, tokens, names, rows, slots, self._clock() + seconds, end)
+        rows = list(map(index.rows.__getitem__, itertools.chain.from_iterable(names)))
+        index.hold_all(rows)
+        slots = _by_chunk(index.slots(rows), names)
+        deadline = self._clock() + seconds
+        lease = Lease(first, tokens, names, _by_chunk(rows, names), slots, deadline, end)
         lease.serial = self._serial = self._serial + 1
         self._all[lease.serial] = lease
         return lease
@@ -165,5 +167,15 @@ class Leases:
         """Let go of what an ended lease holds, unless a plan still uses it."""
         if lease.state is not LeaseState.HELD and not lease.plans:
             del self._all[lease.serial]
-            for rows in lease.rows:
-                self._room.unhold(rows)
+            self._room.unhold(itertools.chain.from_iterable(lease.rows))
+
+
+def _by_chunk(
+    values: Iterable[T], names: Sequence[Sequence[RecordId]]
+) -> tuple[tuple[T, ...], ...]:
+    """Return values, one for each name, grouped as the names are."""
+    each = iter(values)
+    sizes = set(map(len, names))
+    if len(sizes) == 1:  # no loop in Python
+        return tuple(zip(*[each] * sizes.pop(), strict=True))
+    return tuple(tuple(itertools.islice(each, len(parts))) for parts in names)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.identity.shape import Shape
 
@@ -19,7 +19,7 @@ def usable_tokens(
     is needed at its end. has: says whether the part at a position of a chunk is there.
     """
     size = shape.chunk_tokens
-    whole = next((c for c in range(chunks) if not all(has(c, at) for at in shape.always)), chunks)
+    whole = _whole(shape.always, chunks, has)
     most = min(whole * size, limit // shape.block_tokens * shape.block_tokens)
     if shape.plain:
         return most, whole
@@ -34,6 +34,15 @@ def usable_tokens(
         if all(runs[at][last] > last - first for at, first in firsts):
             return tokens, whole
     return 0, whole
+
+
+def _whole(places: Sequence[int], chunks: int, has: Callable[[int, int], bool]) -> int:
+    """Return how many chunks, from the first, have all of some parts."""
+    for chunk in range(chunks):
+        for at in places:
+            if not has(chunk, at):
+                return chunk
+    return chunks
 
 
 def _runs(present: Iterable[bool]) -> list[int]:

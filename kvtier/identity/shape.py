@@ -6,12 +6,13 @@ tokens; a recurrent state the one stored at the prefix's end.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
 from kvtier.identity.geometry import Geometry, Needs, component_shards
-from kvtier.identity.record import Part
+from kvtier.identity.record import Part, RecordId
 
 __all__ = ["NO_PARENT", "Shape", "chunk_shape"]
 
@@ -52,6 +53,17 @@ class Shape:
         windows = (at for at, window in self.windows if end > tokens - window)
         states = self.states if end == tokens else ()
         return tuple(sorted((*self.always, *windows, *states)))
+
+    def select(
+        self, names: Sequence[Sequence[RecordId]], first: int, tokens: int
+    ) -> Sequence[Sequence[RecordId]]:
+        """Return, for each chunk from `first` on, the names of what a prefix of `tokens` needs."""
+        last = -(-tokens // self.chunk_tokens)
+        if self.plain:
+            return names[first:last]
+        return [
+            [names[chunk][at] for at in self.needed(tokens, chunk)] for chunk in range(first, last)
+        ]
 
 
 def chunk_shape(geometry: Geometry, shards: int = 1, stages: int = 1) -> Shape:
