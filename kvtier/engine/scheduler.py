@@ -70,7 +70,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._active: list[Request] = []
-        self._admitted: list[Request] = []
+        self._admitted: dict[str, Request] = {}
         self._held: dict[str, Table] = {}
 
     @property
@@ -131,8 +131,8 @@ class Scheduler:
 
         To be called when no step is under way: what it still writes may be these blocks.
         """
-        admitted, self._admitted = self._admitted, []
-        for request in admitted:
+        admitted, self._admitted = self._admitted, {}
+        for request in admitted.values():
             table = request.table
             if table is None:
                 continue
@@ -241,7 +241,7 @@ class Scheduler:
         request.loading = offered
         self._waiting.remove(request)
         self._active.append(request)
-        self._admitted.append(request)
+        self._admitted[request.request_id] = request
         return True
 
     def _match(self, request: Request, computed: int) -> int | None:
@@ -274,7 +274,7 @@ class Scheduler:
             self._pools.skip(request.table, request.computed)
             self._pools.trim(request.table, request.computed)
         elif self._pools.recurrent:
-            self._admitted.append(request)  # its state may be half written: begin as before
+            self._admitted[request.request_id] = request  # its state may be half written
         self._publish(request)
 
     def _publish(self, request: Request) -> None:

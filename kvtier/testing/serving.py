@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
 
 import kvtier
+from kvtier.config import TierConfig, parse_tier
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.base import Role
 from kvtier.device.cpu import CpuDevice
@@ -68,13 +69,16 @@ class GatedStore(MemoryStore):
 
 
 class Serving:
-    """An engine, its cache of dram and one memory tier, and the connector between them.
+    """An engine, its cache of dram and one tier below, and the connector between them.
 
-    chunks: room in dram. engine: options of the Engine; its own prefix cache is off unless asked
-    for, so that what was served before comes from the Cache.
+    chunks: room in dram. below: URL of the other tier; a GatedStore by default. engine: options
+    of the Engine; its own prefix cache is off unless asked for, so that what was served before
+    comes from the Cache.
     """
 
-    def __init__(self, model: AnyModel, *, chunks: int = 64, **engine: Any) -> None:
+    def __init__(
+        self, model: AnyModel, *, chunks: int = 64, below: str | None = None, **engine: Any
+    ) -> None:
         geometry = kvtier.Geometry(
             model.components,
             dtype=str(engine.get("kv_dtype", "torch.bfloat16")).removeprefix("torch."),
@@ -82,7 +86,7 @@ class Serving:
             chunk_tokens=CHUNK,
         )
         self.store = GatedStore()
-        tier = kvtier.TierConfig("memory", "", None, store=self.store)
+        tier = parse_tier(below) if below else TierConfig("memory", "", None, store=self.store)
         chunk = sum(map(slot_bytes_for, chunk_shape(geometry).nbytes))
         config = kvtier.Config(chunks * chunk, (tier,))
         self.cache = kvtier.open(config, namespace=kvtier.Namespace("small", geometry))

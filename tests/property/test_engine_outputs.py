@@ -9,13 +9,33 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtier.engine import Engine, Model, ModelConfig, Sampling, prompt_lookup, random_weights
+from kvtier.engine import (
+    Engine,
+    HybridConfig,
+    Kind,
+    Model,
+    ModelConfig,
+    Sampling,
+    prompt_lookup,
+    random_hybrid,
+    random_weights,
+)
 
-HEADS = [(4, 2, 16), (3, 1, 32), (2, 2, 64), (5, 1, 24)]
+FULL, WINDOW, LATENT, RECURRENT = Kind.FULL, Kind.WINDOW, Kind.LATENT, Kind.RECURRENT
+SHAPES = [
+    (4, 2, 16),
+    (3, 1, 32),
+    (2, 2, 64),
+    (5, 1, 24),
+    (2, 1, 16, WINDOW, WINDOW),
+    (2, 1, 16, LATENT, WINDOW),
+    (2, 1, 8, RECURRENT, FULL),
+    (2, 1, 8, RECURRENT, WINDOW),
+]
 
 
 @functools.cache
-def model(heads: int, kv_heads: int, head_size: int) -> Model:
+def model(heads: int, kv_heads: int, head_size: int, *kinds: Kind) -> Model:
     torch.set_num_threads(1)
     config = ModelConfig(
         vocab_size=61,
@@ -28,11 +48,13 @@ def model(heads: int, kv_heads: int, head_size: int) -> Model:
         context_tokens=256,
         tied_embeddings=False,
     )
+    if kinds:
+        return random_hybrid(HybridConfig(config, kinds, window=20), seed=heads)
     return Model(random_weights(config, seed=heads))
 
 
 @functools.cache
-def alone(shape: tuple[int, int, int], prompt: tuple[int, ...], sampling: Sampling):
+def alone(shape: tuple, prompt: tuple[int, ...], sampling: Sampling):
     engine = Engine(model(*shape), num_blocks=32, step_tokens=4096, prefix_cache=False)
     return engine.generate([prompt], sampling)[0].tokens
 
@@ -58,27 +80,34 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+OPTIONS = st.fixed_dictionaries(
+    {
+        "block_tokens": st.sampled_from([1, 4, 16]),
+        "step_tokens": st.integers(1, 70),
+        "max_running": st.integers(1, 5),
+        "num_states": st.integers(1, 6),
+        "prefix_cache": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from(HEADS),
+    st.sampled_from(SHAPES),
     REQUESTS,
-    st.sampled_from([1, 4, 16]),
-    st.integers(1, 70),
-    st.integers(1, 5),
-    st.booleans(),
+    OPTIONS,
     st.integers(0, 8),
+    st.integers(1, 2),
     st.sampled_from([{}, {"ahead": True}, {"drafter": prompt_lookup, "draft_tokens": 2}]),
 )
-def test_nothing_but_the_prompt_decides_the_output(
-    shape, requests, block_tokens, step_tokens, max_running, prefix_cache, spare, kind
-):
+def test_nothing_but_the_prompt_decides_the_output(shape, requests, options, spare, chunk, kind):
+    if RECURRENT in shape and "drafter" in kind:
+        kind = {}  # a state cannot take a rejected token back
     engine = Engine(
         model(*shape),
-        num_blocks=-(-84 // block_tokens) + spare,
-        block_tokens=block_tokens,
-        step_tokens=step_tokens,
-        max_running=max_running,
-        prefix_cache=prefix_cache,
+        num_blocks=-(-84 // options["block_tokens"]) + spare,
+        chunk_tokens=chunk * options["block_tokens"],
+        **options,
         **kind,
     )
     tokens: dict[str, list[int]] = {}
@@ -95,5 +124,4 @@ def test_nothing_but_the_prompt_decides_the_output(
     while not engine.idle:
         take(engine.step())
     assert tokens == expected
-    (pool,) = engine._pools.pools
-    assert pool.free == pool.num_blocks
+    assert all(pool.free == pool.num_blocks for pool in engine._pools.pools)

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvtier.connectors.base import Loaded, Match, Update
 from kvtier.engine import (
     Engine,
     HybridConfig,
@@ -96,11 +97,11 @@ def test_nothing_but_the_prompt_decides_the_answer(kinds, options):
 
 @every_mix
 def test_preempted_requests_give_the_same_answer(kinds):
-    sampling = Sampling(60)
-    prompts = [prompt(40, seed) for seed in range(4)]
+    sampling = Sampling(40)
+    prompts = [prompt(40, seed) for seed in range(3)]
     roomy = [each.tokens for each in engine_of(kinds).generate(prompts, sampling)]
     for options in ({}, {"ahead": True}):
-        engine = engine_of(kinds, num_blocks=12, num_states=4, step_tokens=48, **options)
+        engine = engine_of(kinds, num_blocks=9, num_states=4, step_tokens=48, **options)
         found = engine.generate(prompts, sampling)
         assert [each.tokens for each in found] == roomy
         grows = set(kinds) != {Kind.RECURRENT}  # a state does not
@@ -215,3 +216,66 @@ def test_kv_is_a_pool_for_each_component():
         (1, 2, 64, 16, 2, 16),
     ]
     assert [one.needs for one in engine.model.components] == [Needs.ALL, Needs.LAST, Needs.TRAILING]
+
+
+# ----------------------------------------------------------------------------------- loads in part
+
+
+class Halfway:
+    """A connector that has every prompt's first 128 tokens, and claims `valid` of them loaded."""
+
+    def __init__(self, engine: Engine, valid: int) -> None:
+        self.kv, self.valid = engine.kv, valid
+        self.kept = None
+        self.loading = []
+
+    def match(self, request_id, tokens, computed, identity=None) -> Match:
+        return Match(128 if self.kept else 0)
+
+    def load(self, request_id, places) -> None:
+        for pool, kept, ids in zip(self.kv, self.kept, places, strict=True):
+            pool.fill_(1.0)  # what is not loaded is another's
+            here = [at for at, place in enumerate(ids) if place != ABSENT]
+            pool[:, :, [ids[at] for at in here]] = kept[:, :, here]
+        self.loading.append(Loaded(request_id, self.valid))
+
+    def poll(self) -> Update:
+        loaded, self.loading = tuple(self.loading), []
+        return Update(loaded)
+
+    def save(self, request_id, tokens, places, identity=None) -> None:
+        if self.kept is None and len(tokens) == 128:
+            states = [pool.dim() == 5 for pool in self.kv]
+            ids = [each[-1:] if one else each for each, one in zip(places, states, strict=True)]
+            self.kept = [pool[:, :, list(x)].clone() for pool, x in zip(self.kv, ids, strict=True)]
+
+    def saving(self, request_id) -> bool:
+        return False
+
+    def wait(self, seconds) -> None:
+        pass
+
+    def finish(self, request_id) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("kinds", [(Kind.RECURRENT, Kind.FULL), (Kind.LATENT, Kind.WINDOW)])
+def test_half_a_load_of_a_hybrid_model_is_nothing(kinds, monkeypatch):
+    """And the twin: what a shorter prefix needs is not what was loaded."""
+    (right,) = engine_of(kinds).generate([prompt(200)], SAMPLING)
+
+    def served(valid: int):
+        engine = engine_of(kinds, prefix_cache=False, step_tokens=64)
+        engine.connect(Halfway(engine, valid))
+        engine.generate([prompt(200)], Sampling(1))
+        (found,) = engine.generate([prompt(200)], SAMPLING)
+        return found.tokens, found.finish.stats.hit_tokens
+
+    assert served(128) == (right.tokens, {"unknown": 128})
+    assert served(32) == (right.tokens, {})
+    monkeypatch.setattr(Pools, "whole", True)
+    tokens, _ = served(32)
+    assert tokens != right.tokens
