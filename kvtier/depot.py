@@ -65,6 +65,7 @@ class Depot:
         self._check_ceiling(namespace.tenant, shape)
         self.numbers = {shelf.name: number for number, shelf in enumerate(shelves)}
         self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics, config.quotas)
+        self.catalog.silent = self._silent
         self.moves = Moves(
             self.catalog, self.arena, self.tiers, self.flow, self.clock, self.metrics
         )
@@ -75,6 +76,10 @@ class Depot:
         }
         index_tiers(self.catalog, self.tiers, sizes)
         self._reaper = self.flow.spawn(self.moves.reap())
+
+    def _silent(self) -> int:
+        """Return the bits of the tiers that would not be asked now."""
+        return sum(1 << number for number, tier in self.tiers.items() if tier.silent)
 
     def join(self, namespace: Namespace, shape: Shape) -> int:
         """Let one more cache use it; return the number of its namespace.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.catalog.below import LOT, Below, Part, Victim
@@ -41,7 +41,11 @@ class Found(NamedTuple):
 
 
 class Catalog(Below):
-    """Index, arena and leases behind one lock."""
+    """Index, arena and leases behind one lock.
+
+    silent: returns the bits of the tiers that would not be asked now. What only they have is no
+    hit, and may be saved anew, so that DRAM does its work without them.
+    """
 
     def __init__(
         self,
@@ -52,6 +56,7 @@ class Catalog(Below):
         quotas: Mapping[str, Quota] | None = None,
     ) -> None:
         super().__init__(Room(arena, shelves, metrics, Owners(quotas)), metrics)
+        self.silent: Callable[[], int] = _nobody
         self._pid = os.getpid()
         self._leases = Leases(self._room, clock, metrics)
 
@@ -80,6 +85,9 @@ class Catalog(Below):
     def _match_plain(self, names: Sequence[Sequence[RecordId]], shape: Shape, limit: int) -> Found:
         """Match where every chunk needs all its parts: one pass, which ends at the first gap."""
         rows, bits = self._index.known(itertools.chain.from_iterable(names))
+        if silent := self.silent():
+            bits = list(itertools.takewhile(bool, (one & ~silent for one in bits)))
+            del rows[len(bits) :]
         fastest = {one: (one & -one).bit_length() - 1 for one in set(bits)}
         each = map(fastest.__getitem__, bits)
         parts = len(names[0]) if names else 1
@@ -90,11 +98,11 @@ class Catalog(Below):
         return Found(tokens, tiers[: -(-tokens // size)], len(tiers))
 
     def _match_hybrid(self, names: Sequence[Sequence[RecordId]], shape: Shape, limit: int) -> Found:
-        find, present = self._index.find, self._index.present
+        find, present, audible = self._index.find, self._index.present, ~self.silent()
 
         def has(chunk: int, at: int) -> bool:
             row = find(names[chunk][at])
-            return row != NO_ROW and bool(present[row])
+            return row != NO_ROW and bool(present[row] & audible)
 
         tokens, chunks = usable_tokens(shape, len(names), limit, has)
         rows: list[int] = []
@@ -103,7 +111,8 @@ class Catalog(Below):
             slowest = 1
             for at in shape.needed(tokens, chunk):
                 row = find(names[chunk][at])
-                slowest = max(slowest, present[row] & -present[row])
+                bits = present[row] & audible
+                slowest = max(slowest, bits & -bits)
                 rows.append(row)
             tiers.append(slowest.bit_length() - 1)
         self._room.touch(rows)
@@ -175,7 +184,7 @@ class Catalog(Below):
     # ---- reserve, commit, abort
 
     def reserve(self, chunks: Sequence[Sequence[Part]]) -> tuple[list[tuple[Part, Slot]], int]:
-        """Hand out slots for the parts of chunks that exist nowhere yet, evicting leaves.
+        """Hand out slots for the parts of chunks that cannot be had yet, evicting leaves.
 
         A part that exists or is being written needs none: a chunk of which some parts have left
         gets the others. Stops at the first chunk of which a part's parent is nowhere, or for
@@ -184,17 +193,23 @@ class Catalog(Below):
         """
         with self._lock:
             self._leases.expire()
-            room, find = self._room, self._index.find
-            lacking = [c for c in chunks if not all(room.known(find(part.name)) for part in c)]
-            if not lacking:
+            room, find, audible = self._room, self._index.find, ~self.silent()
+
+            def lacks(part: Part) -> bool:
+                return not room.obtainable(find(part.name), audible)
+
+            places = [place for place, chunk in enumerate(chunks) if any(map(lacks, chunk))]
+            if not places:
                 return [], 0
-            needed = (name for chunk in lacking for part in chunk for name in part[:2] if name)
+            lacking = [chunks[place] for place in places]
+            onward = chunks[places[0] :]
+            needed = (name for chunk in onward for part in chunk for name in part[:2] if name)
             kept = room.hold_names(needed)
             victims = Victims(room, lacking[0][0].owner)
             taken: list[tuple[Part, Slot]] = []
             count, ends = 0, lacking[0]
             for chunk in lacking:
-                parts = [part for part in chunk if not room.known(find(part.name))]
+                parts = [part for part in chunk if lacks(part)]
                 slots = self._reserve(parts, kept, victims)
                 if len(slots) < len(parts):
                     break
@@ -270,3 +285,7 @@ class Catalog(Below):
             metrics.set("leased_parts", index.held_rows)
             metrics.set("quarantined_slots", self._leases.quarantined)
             metrics.set("orphan_parts", index.orphans)
+
+
+def _nobody() -> int:
+    return 0

@@ -101,6 +101,10 @@ class Room:
 
     # ---- room in DRAM
 
+    def obtainable(self, row: int, audible: int) -> bool:
+        """Say whether the part is in a tier that answers, of those bits, or on its way into one."""
+        return row != NO_ROW and bool(self.index.present[row] & audible or self.index.serial[row])
+
     def slot_for(self, nbytes: int, below: list[int], victims: Victims) -> Slot | None:
         """Return a slot, evicting leaves of DRAM as needed; None when nothing may leave.
 

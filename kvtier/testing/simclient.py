@@ -158,10 +158,10 @@ class Clients:
             await pause(rng)
             computed = prefix.head(prefix.tokens, upto)
             blocks = range(upto * CHUNK // BLOCK)
-            known = self._oracle.known(prefix)
+            known = self._oracle.known(computed)
             plan = self._cache.plan_save(computed, blocks, first=saved)
             if known >= saved and self._world.atomic:  # otherwise the chain was broken before
-                self._oracle.expect_known(prefix, known)
+                self._oracle.expect_known(computed, known)
             saved = upto
             self._world.after(f"plan save {'of nothing' if plan is None else plan.id}")
             if plan is None:

@@ -29,6 +29,11 @@ class Breaker:
         """Say whether calls pass freely."""
         return self._failures < FAILURES
 
+    @property
+    def rests(self) -> bool:
+        """Say whether no call passes, not even one that tries."""
+        return not self.closed and (self._probing or self._clock() < self._open_until)
+
     def allow(self) -> bool:
         """Say whether a call may go; when half open, only the first that asks."""
         if self.closed:

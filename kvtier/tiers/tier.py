@@ -79,6 +79,11 @@ class Tier:
         """Say whether calls pass at the moment."""
         return self._breaker.closed and not self._hung()
 
+    @property
+    def silent(self) -> bool:
+        """Say whether it would not be asked at the moment."""
+        return self._breaker.rests or self._hung()
+
     def footprint(self, nbytes: int) -> int:
         """Return the bytes of the budget that a record takes; its payload if the Store fails."""
         try:

@@ -128,8 +128,10 @@ def outage(engines, faulty_at):
     for seed, tokens in enumerate(prompts):
         toy.save(f"save-{seed}", tokens[:TOKENS])
     toy.cache.clear("dram")
+    matches = [toy.cache.match(tokens) for tokens in prompts]
     store.depths = range(CHUNKS)
-    assert [toy.load(f"dead-{seed}", tokens)[0] for seed, tokens in enumerate(prompts)] == [0] * 10
+    for match in matches:
+        assert toy.cache.fetch(match, timeout=5, deadline=5).result(10) is None
     assert store.counts["unavailable"] == 5, "then the breaker opened"
     store.heal()
     clock.now += 5.0
@@ -147,3 +149,39 @@ def test_taken_for_failed_what_was_not_asked_for_would_be_lost(engines, faulty_a
     """The twin."""
     monkeypatch.setattr(Tier, "available", True)
     assert outage(engines, faulty_at) == 0
+
+
+def test_while_a_tier_is_silent_dram_does_its_work_without_it(engines, faulty_at):
+    """What only that tier has is computed, saved and hit again; and is still there afterwards."""
+    clock, store = Clock(), faulty_at("unavailable", ())
+    toy = engines(store, chunks=48, clock=clock)
+    prompts = [prompt(TOKENS + 1, seed) for seed in range(10)]
+    for seed, tokens in enumerate(prompts):
+        toy.save(f"save-{seed}", tokens[:TOKENS])
+    toy.cache.clear("dram")
+    store.depths = range(CHUNKS)
+    for seed, tokens in enumerate(prompts):
+        assert toy.load(f"dead-{seed}", tokens)[0] == 0
+        toy.save(f"anew-{seed}", tokens[:TOKENS])
+        assert toy.load(f"dram-{seed}", tokens)[::2] == (TOKENS, True)
+    assert toy.cache.match(prompts[9]).tiers == ("dram",) * CHUNKS
+    store.heal()
+    clock.now += 5.0
+    toy.cache.clear("dram")
+    assert toy.load("alive", prompts[9])[::2] == (TOKENS, True)
+
+
+def test_taken_for_stored_it_would_be_computed_for_ever(engines, faulty_at):
+    """The twin."""
+    store = faulty_at("unavailable", ())
+    toy = engines(store, chunks=48, clock=Clock())
+    prompts = [prompt(TOKENS + 1, seed) for seed in range(10)]
+    for seed, tokens in enumerate(prompts):
+        toy.save(f"save-{seed}", tokens[:TOKENS])
+    toy.cache.clear("dram")
+    toy.cache._catalog.silent = int
+    store.depths = range(CHUNKS)
+    for seed, tokens in enumerate(prompts):
+        toy.load(f"dead-{seed}", tokens)
+        toy.save(f"anew-{seed}", tokens[:TOKENS])
+    assert toy.load("again", prompts[9])[0] == 0
