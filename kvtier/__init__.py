@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from kvtier.cache import open_cache as open  # noqa: A004  (kvtier.open, as files are opened)
     from kvtier.catalog.owners import Quota
     from kvtier.config import Config, TierConfig
+    from kvtier.retention import Retention
+    from kvtier.upkeep import Removed
 
 __all__ = [
     "Cache",
@@ -41,7 +43,9 @@ __all__ = [
     "Needs",
     "ProtocolError",
     "Quota",
+    "Removed",
     "Request",
+    "Retention",
     "Span",
     "TierConfig",
     "open",
@@ -54,6 +58,8 @@ _LATER: Final = {
     "Config": "kvtier.config:Config",
     "Match": "kvtier.cache:Match",
     "Quota": "kvtier.catalog.owners:Quota",
+    "Removed": "kvtier.upkeep:Removed",
+    "Retention": "kvtier.retention:Retention",
     "TierConfig": "kvtier.config:TierConfig",
     "open": "kvtier.cache:open_cache",
 }

@@ -6,7 +6,7 @@ a handle. What an operator does to a cache, closing it included, is in ``upkeep`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from kvtier.identity.namespace import Namespace, Request
 from kvtier.identity.shape import chunk_shape
 from kvtier.plans import BlockTable, Plans
 from kvtier.prefix import Namer, Prefix
+from kvtier.retention import Retention
 from kvtier.seams import Flow, ThreadFlow
 from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer
 from kvtier.upkeep import Upkeep
@@ -76,8 +77,7 @@ class Cache(Upkeep):
         else:
             depot = Depot(config, namespace, shape, clock, flow or ThreadFlow())
             owner = depot.catalog.owner(namespace.digest)
-        super().__init__(depot, namespace)
-        self._namer = Namer(namespace, shape, owner)
+        super().__init__(depot, namespace, Namer(namespace, shape, owner))
         self._plans = Plans(self._catalog, self.geometry, shape, depot.arena_id, depot.plan_ids)
 
     def share(self, namespace: Namespace, *, shards: int = 1, stages: int = 1) -> Cache:
@@ -179,7 +179,12 @@ class Cache(Upkeep):
         return self._plans.load(lease, into, start)
 
     def plan_save(
-        self, prefix: Prefix, block_ids: BlockTable, *, first: int = 0
+        self,
+        prefix: Prefix,
+        block_ids: BlockTable,
+        *,
+        first: int = 0,
+        retention: Sequence[Retention] = (),
     ) -> CopyPlan | None:
         """Plan the copy of computed chunks into slots; None when there is nothing to save.
 
@@ -189,12 +194,15 @@ class Cache(Upkeep):
         first: chunks before it are known to be stored. Of a chunk that lost some of its parts
         the others are saved. Where no slot is free, the rest of the request stays unsaved, so
         that there are no holes. Memory only; every plan must be settled with ``settle``.
+        retention: priorities and times by ranges of tokens, which may overlap; what none covers
+        has priority 0 and no end. Of chunks that exist already nothing is copied, but they get
+        the higher priority and the later end of both.
         Raises MisuseError when a block table is shorter than the chunks.
         """
         self._check()
         if self.bypass:
             return None
-        plan, refused = self._plans.save(prefix, block_ids, first, ())
+        plan, refused = self._plans.save(prefix, block_ids, first, retention)
         if refused:
             self.metrics.add("dropped_saves", refused, reason="busy")
         if self.shape.windows:

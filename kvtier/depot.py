@@ -57,7 +57,7 @@ class Depot:
     def _start(self, config: Config, namespace: Namespace, shape: Shape) -> None:
         """Index what the tiers have, and start what runs in the background. Blocks."""
         shelves = [Shelf("dram", Lru, self.arena.nbytes)] + [
-            Shelf(tier.name, Lru, setting.capacity)
+            Shelf(tier.name, Lru, setting.capacity, tier.store.capabilities.shared)
             for tier, setting in zip(self.tiers.values(), config.tiers, strict=True)
         ]
         self._shelves = shelves

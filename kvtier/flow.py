@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections import deque
 from collections.abc import Coroutine, Mapping, Sequence
@@ -17,8 +18,10 @@ from kvtier.catalog.catalog import LOT, Catalog, Found, Part
 from kvtier.catalog.fetch import Fetcher
 from kvtier.catalog.lease import Lease
 from kvtier.catalog.probe import Probe, search
+from kvtier.catalog.removal import Withdrawn
 from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
+from kvtier.catalog.sweep import Sweeper
 from kvtier.clock import Clock
 from kvtier.errors import MisuseError
 from kvtier.events import Reporter
@@ -63,7 +66,12 @@ class Moves:
         self._arena = arena
         self._flow = flow
         self._metrics = metrics
-        strays = {number: Strays(tier) for number, tier in tiers.items()}
+        strays = {
+            number: Strays(tier, functools.partial(catalog.take_withdrawn, number))
+            for number, tier in tiers.items()
+        }
+        self.sweeper = Sweeper(catalog, tiers, strays, clock)
+        self._strays = strays
         self._fetcher = Fetcher(catalog, arena, tiers, strays)
         self._spillers = {
             number: Spiller(catalog, arena, number, tier, metrics, strays[number])
@@ -151,10 +159,11 @@ class Moves:
             self._flow.spawn(work).add_done_callback(_tell)
 
     async def drained(self) -> None:
-        """Return when all that was saved has been published and written down."""
+        """Return when all that was saved is written down, and deleted what was withdrawn."""
         await self._publish()
         for spiller in self._spillers.values():
             await spiller.drained()
+        await self.sweeper.sweep()
 
     # ---- fetch
 
@@ -199,24 +208,39 @@ class Moves:
         shape = prefix.shape
         stop = min(-(-prefix.limit // shape.chunk_tokens), len(prefix.names))
         places = shape.always or tuple(range(len(shape.names)))
-        for number, tier in self._shared.items():
+        for number in self._shared:
 
-            async def ask(chunks: Sequence[int], tier: Tier = tier) -> list[bool]:
-                names = [prefix.names[known + chunk][at] for chunk in chunks for at in places]
-                answers = iter(await tier.contains(names))
-                found = [{next(answers) for _ in places} for _ in chunks]
-                return [statuses == {Status.OK} for statuses in found]
+            async def ask(chunks: Sequence[int], number: int = number) -> list[bool]:
+                parts = [prefix.part(known + chunk, at) for chunk in chunks for at in places]
+                answers = iter(await self._there(number, parts))
+                found = [[next(answers) for _ in places] for _ in chunks]
+                return [all(there) for there in found]
 
-            found = known + await search(stop - known, ask)
-            if found > known:
-                parts = [prefix.part(c, at) for c in range(known, found) for at in places]
-                self._note(parts, number, tier)
-                await self._ask_for_ends(prefix, found, number, tier)
-                return True
+            withdrawn = self._catalog.watch()
+            try:
+                found = known + await search(stop - known, ask)
+                if found > known:
+                    parts = [prefix.part(c, at) for c in range(known, found) for at in places]
+                    self._note(parts, number, withdrawn)
+                    await self._ask_for_ends(prefix, found, number, withdrawn)
+                    return True
+            finally:
+                self._catalog.unwatch(withdrawn)
         self._probe.missing(prefix.names[known][0])
         return False
 
-    async def _ask_for_ends(self, prefix: Prefix, stop: int, number: int, tier: Tier) -> None:
+    async def _there(self, number: int, parts: Sequence[Part]) -> list[bool]:
+        """Say which parts a tier has, without those that are to be deleted there."""
+        answers = await self._shared[number].contains([part.name for part in parts])
+        strays = self._strays[number]
+        return [
+            answer is Status.OK and part.name not in strays
+            for part, answer in zip(parts, answers, strict=True)
+        ]
+
+    async def _ask_for_ends(
+        self, prefix: Prefix, stop: int, number: int, withdrawn: Withdrawn
+    ) -> None:
         """Index the windows and states that a shared tier has of a prompt's last chunks."""
         shape = prefix.shape
         if shape.plain or not shape.always:
@@ -224,13 +248,14 @@ class Moves:
         chunks = range(max(stop - _ENDS, 0), stop)
         rest = [at for at in range(len(shape.names)) if at not in shape.always]
         parts = [prefix.part(chunk, at) for chunk in chunks for at in rest]
-        answers = await tier.contains([part.name for part in parts])
-        there = [part for part, answer in zip(parts, answers, strict=True) if answer is Status.OK]
-        self._note(there, number, tier)
+        answers = await self._there(number, parts)
+        there = [part for part, answer in zip(parts, answers, strict=True) if answer]
+        self._note(there, number, withdrawn)
 
-    def _note(self, parts: Sequence[Part], number: int, tier: Tier) -> None:
+    def _note(self, parts: Sequence[Part], number: int, withdrawn: Withdrawn) -> None:
+        tier = self._shared[number]
         for part in parts:
-            self._catalog.stored(part, number, tier.footprint(part.nbytes))
+            self._catalog.stored(part, number, tier.footprint(part.nbytes), withdrawn)
 
     # ---- clear, expire
 
@@ -244,10 +269,11 @@ class Moves:
                 await asyncio.sleep(0)
 
     async def reap(self) -> None:
-        """End leases at their deadline, for as long as the loop runs."""
+        """End leases at their deadline, and parts at theirs, for as long as the loop runs."""
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self._catalog.expire()
+            await self.sweeper.expire()
 
     def close(self) -> None:
         """End the hashing threads. The tiers are closed by their owner."""

@@ -56,6 +56,7 @@ _ROWS: Final = (
     ),
     _counter("tier_errors", "calls", "Records or calls that a tier failed", "tier"),
     _counter("expired_leases", "leases", "Leases that ended by their deadline"),
+    _counter("withdrawn_parts", "parts", "Parts taken out of all tiers, and why", "reason"),
     _gauge("tier_capacity_bytes", "bytes", "Budget of a tier", "tier"),
     _gauge("tier_used_bytes", "bytes", "Bytes of the budget in use", "tier"),
     _gauge(

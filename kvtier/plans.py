@@ -16,6 +16,7 @@ from kvtier.identity.record import split_record_id
 from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Slot
 from kvtier.prefix import Prefix
+from kvtier.retention import Retention, terms
 from kvtier.transfer import CopyResult, CopyStatus
 
 __all__ = ["ABSENT", "BlockTable", "Issued", "Plans"]
@@ -72,14 +73,15 @@ class Plans:
         return self._new("load", parts, lease, stop - start)
 
     def save(
-        self, prefix: Prefix, tables: BlockTable, first: int, levels: Sequence[int]
+        self, prefix: Prefix, tables: BlockTable, first: int, retention: Sequence[Retention]
     ) -> tuple[CopyPlan | None, int]:
         """See ``Cache.plan_save``. Returns, too, how many chunks found no room."""
         per_component = self._tables(tables)
         self._check_length(per_component, len(prefix.names))
+        kept = terms(retention, len(prefix.names), self._chunk)
         wanted = [
             [
-                prefix.part(chunk, at, levels[chunk] if levels else 0)
+                prefix.part(chunk, at, kept[chunk]) if kept else prefix.part(chunk, at)
                 for at, name in enumerate(self._shape.names)
                 if ABSENT not in self._blocks(per_component, name, chunk)
             ]

@@ -13,10 +13,12 @@ from kvtier.identity.keys import TokenIds, as_tokens, chunk_keys
 from kvtier.identity.namespace import Namespace, Request, root_key
 from kvtier.identity.record import RecordId, record_id
 from kvtier.identity.shape import NO_PARENT, Shape
+from kvtier.retention import Term
 
 __all__ = ["Namer", "Prefix"]
 
 _PLAIN: Final = Request()
+_USUAL: Final = Term()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,15 @@ class Prefix:
         block = self.shape.block_tokens
         return max(len(self.tokens) - 1, 0) // block * block
 
-    def part(self, chunk: int, at: int, level: int = 0) -> Part:
-        """Return the part at a position of a chunk, with its parent's name."""
+    def part(self, chunk: int, at: int, term: Term = _USUAL) -> Part:
+        """Return the part at a position of a chunk, with its parent's name.
+
+        term: its priority, and for how long it is kept.
+        """
         shape = self.shape
         above = shape.above[at]
         parent = self.names[chunk - 1][above] if chunk and above != NO_PARENT else None
-        return Part(self.names[chunk][at], parent, chunk, shape.nbytes[at], self.owner, level)
+        return Part(self.names[chunk][at], parent, chunk, shape.nbytes[at], self.owner, *term)
 
     def parts(self, first: int, stop: int | None = None) -> list[tuple[Part, ...]]:
         """Return the parts of chunks [first, stop)."""

@@ -1,33 +1,47 @@
-"""Upkeep: what an operator does to a cache. Clear, flush, look at the figures, close.
+"""Upkeep: what an operator does to a cache. Clear, invalidate, purge, flush, figures, close.
 
 These may block, where they say so; an engine's threads have no use for them.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
+from kvtier.catalog.catalog import LOT
+from kvtier.catalog.sweep import Removed
 from kvtier.depot import Depot
 from kvtier.errors import ConfigError, MisuseError
-from kvtier.identity.namespace import Namespace
+from kvtier.identity.keys import TokenIds
+from kvtier.identity.namespace import Namespace, Request
+from kvtier.identity.record import KEY_BYTES
+from kvtier.prefix import Namer, Prefix
+from kvtier.seams import CancelledError
 
-__all__ = ["Upkeep"]
+__all__ = ["Removed", "Upkeep"]
 
 _CLEAR_SECONDS: Final = 30.0
+_PURGE_SECONDS: Final = 600.0
+
+
+def _untold(parts: int) -> None:
+    del parts
 
 
 class Upkeep:
     """One of the caches that share a Depot. Safe from any thread, not across fork."""
 
-    def __init__(self, depot: Depot, namespace: Namespace) -> None:
+    def __init__(self, depot: Depot, namespace: Namespace, namer: Namer) -> None:
         self.namespace = namespace
         self.metrics = depot.metrics
         self._depot = depot
         self._catalog = depot.catalog
         self._moves = depot.moves
+        self._namer = namer
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
@@ -43,6 +57,60 @@ class Upkeep:
         if tier not in numbers:
             raise ConfigError(f"no tier {tier!r}; this cache has {', '.join(numbers)}")
         self._depot.flow.spawn(self._moves.clear(numbers[tier])).result(timeout)
+
+    def invalidate(
+        self,
+        tokens: TokenIds | Prefix,
+        *,
+        request: Request | None = None,
+        first: int = 0,
+        timeout: float = 0.0,
+    ) -> Removed:
+        """Forget the chunks of a prompt, from `first` on, in all tiers.
+
+        From the moment it returns they are matched no more: by memory alone, at once. What is
+        leased, or in a plan, stays its holder's until that ends; a save, a write or a read of
+        them that is under way comes to nothing. Other prompts' chunks below them are not served
+        any more either, and leave first. The Stores' records are deleted in the background;
+        it waits for that `timeout` seconds at most. On a shared tier it deletes what others may
+        have written, too. Saved anew, the chunks are there again.
+        Raises MisuseError for what are no tokens, and no such chunk or time.
+        """
+        self._check()
+        _check_first(first)
+        if not timeout >= 0:  # so that NaN fails too
+            raise MisuseError(f"a timeout of {timeout} seconds; it must not be negative")
+        prefix = tokens if isinstance(tokens, Prefix) else self._namer.prefix(tokens, request, None)
+        names = [name for chunk in prefix.names[first:] for name in chunk]
+        parts = records = 0
+        for start in range(0, len(names), LOT):
+            lot = self._catalog.withdraw(names[start : start + LOT], "invalidated")
+            parts, records = parts + lot[0], records + lot[1]
+        if records:
+            deleting = self._depot.flow.spawn(self._moves.sweeper.sweep_for(names))
+            with contextlib.suppress(TimeoutError, CancelledError):
+                records = deleting.result(timeout)
+        return Removed(parts, records)
+
+    def purge(
+        self,
+        digest: bytes | None = None,
+        *,
+        timeout: float = _PURGE_SECONDS,
+        progress: Callable[[int], None] = _untold,
+    ) -> Removed:
+        """Take all that there is of one namespace out of all tiers. Blocks.
+
+        digest: of another namespace than this cache's own, as records carry it. Shared tiers are
+        listed. What others hold stays theirs until that ends; what they save meanwhile may
+        stay. progress: called with the number of parts, from the thread that moves them.
+        Raises MisuseError for what is no digest, and TimeoutError after `timeout` seconds; it
+        goes on then.
+        """
+        self._check()
+        digest = self.namespace.digest if digest is None else digest
+        _check_digest(digest)
+        return self._depot.flow.spawn(self._moves.sweeper.purge(digest, progress)).result(timeout)
 
     def flush(self, *, timeout: float) -> bool:
         """Wait until all saves are published and written down; False when time runs out."""
@@ -109,3 +177,13 @@ class Upkeep:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise MisuseError("a cache does not cross fork; open one in the child")
+
+
+def _check_first(first: object) -> None:
+    if not isinstance(first, int) or first < 0:
+        raise MisuseError(f"the first chunk must be a whole number from 0 on, not {first!r}")
+
+
+def _check_digest(digest: object) -> None:
+    if not isinstance(digest, bytes) or len(digest) != KEY_BYTES:
+        raise MisuseError(f"a namespace's digest is {KEY_BYTES} bytes, and not {digest!r}")

@@ -23,7 +23,8 @@ LOT: Final = 256
 class Part(NamedTuple):
     """One part: its name, its parent's, its chunk's depth, its raw bytes, whose it is.
 
-    level: its priority; parts of a lower one leave before all of a higher one.
+    level: its priority; parts of a lower one leave before all of a higher one. seconds: how long
+    it is kept once it is saved.
     """
 
     name: RecordId
@@ -32,6 +33,7 @@ class Part(NamedTuple):
     nbytes: int
     owner: int = 0
     level: int = 0
+    seconds: float = float("inf")
 
 
 class Described(NamedTuple):
@@ -215,18 +217,39 @@ class Below:
             bits = self._index.present[row]
             return [t for t in range(1, len(self._shelves)) if bits & 1 << t]
 
-    def stored(self, part: Part, tier: int, charged: int) -> None:
-        """Note that a tier has a part: written there, found on reopening, or seen by a probe."""
+    def stored(
+        self, part: Part, tier: int, charged: int, withdrawn: Container[RecordId] = ()
+    ) -> None:
+        """Note that a tier has a part: found on reopening, or seen by a probe.
+
+        withdrawn: names that were withdrawn since it was seen; such a part is passed over.
+        """
         with self._lock:
             index = self._index
+            if part.name in withdrawn:
+                return
             row = index.ensure(part.name, part.parent, part.depth, part.nbytes, part.owner)
             if not index.present[row] & 1 << tier:
                 self._room.enter(row, tier, charged)
 
-    def lost(self, row: int, tier: int) -> None:
-        """Note that a tier does not have a part after all, or has it spoilt."""
+    def written(self, row: int, tier: int, charged: int) -> bool:
+        """Note that a held part was written to a tier; False when it was withdrawn meanwhile."""
         with self._lock:
+            if not self._room.in_dram(row):
+                return False
+            if not self._index.present[row] & 1 << tier:
+                self._room.enter(row, tier, charged)
+            return True
+
+    def lost(self, row: int, tier: int) -> bool:
+        """Note that a tier does not have a part after all, or has it spoilt.
+
+        False when it was withdrawn meanwhile, and so is no more said to be there.
+        """
+        with self._lock:
+            there = bool(self._index.present[row] & 1 << tier)
             self._room.leave(row, tier)
+            return there
 
     # ---- room
 

@@ -12,10 +12,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from kvtier.catalog.below import LOT, Below, Part, Victim
+from kvtier.catalog.below import LOT, Part, Victim
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease, Leases, LeaseState
 from kvtier.catalog.owners import Owners, Quota
+from kvtier.catalog.removal import Removal
 from kvtier.catalog.shelf import Room, Shelf, Victims
 from kvtier.catalog.usable import usable_tokens
 from kvtier.clock import Clock
@@ -40,7 +41,7 @@ class Found(NamedTuple):
     chunks: int
 
 
-class Catalog(Below):
+class Catalog(Removal):
     """Index, arena and leases behind one lock.
 
     silent: returns the bits of the tiers that would not be asked now. What only they have is no
@@ -55,7 +56,7 @@ class Catalog(Below):
         metrics: Metrics,
         quotas: Mapping[str, Quota] | None = None,
     ) -> None:
-        super().__init__(Room(arena, shelves, metrics, Owners(quotas)), metrics)
+        super().__init__(Room(arena, shelves, metrics, Owners(quotas)), clock, metrics)
         self.silent: Callable[[], int] = _nobody
         self._pid = os.getpid()
         self._leases = Leases(self._room, clock, metrics)
@@ -187,13 +188,16 @@ class Catalog(Below):
         """Hand out slots for the parts of chunks that cannot be had yet, evicting leaves.
 
         A part that exists or is being written needs none: a chunk of which some parts have left
-        gets the others. Stops at the first chunk of which a part's parent is nowhere, or for
+        gets the others. Of the priorities and ends that such a part was saved with, the higher
+        and the later hold. Stops at the first chunk of which a part's parent is nowhere, or for
         which not enough can be evicted; ancestors and the chunks' own parts are not.
         Returns the parts with their slots, and how many chunks stay incomplete.
         """
         with self._lock:
             self._leases.expire()
             room, find, audible = self._room, self._index.find, ~self.silent()
+            for part in itertools.chain.from_iterable(chunks):
+                self._keep(part)
 
             def lacks(part: Part) -> bool:
                 return not room.obtainable(find(part.name), audible)
@@ -232,7 +236,7 @@ class Catalog(Below):
                     self._room.abort(row)
                 return []
             row = index.ensure(part.name, part.parent, part.depth, part.nbytes, part.owner)
-            index.level[row] = part.level
+            self._begin(row, part)
             self._room.take(row, slot)
             rows.append(row)
         return [index.slot(row) for row in rows]

@@ -181,6 +181,29 @@ class Index:
             self.orphans += self.children[row]
         return charged
 
+    def detach(self, row: int) -> list[int]:
+        """Take the name from a row that is in no tier, for whoever still holds it.
+
+        What hangs under it hangs under a new row of that name from now on. Returns those children.
+        """
+        name, above = self.names[row], self.parent[row]
+        moved = [child for child in self.children_of(row) if self.attached(child)]
+        del self.rows[name]
+        if moved:
+            fresh = self._make(name, self.depth[row], self.owner[row])
+            if above != NO_ROW:
+                self._link(fresh, above)
+            for child in moved:
+                self._unlink(child, row)
+                self._link(child, fresh)
+            for counts in (self.children, *self.kids):
+                counts[fresh], counts[row] = counts[row], 0
+        return moved
+
+    def attached(self, row: int) -> bool:
+        """Say whether a row is found under its name."""
+        return self.rows.get(self.names[row]) == row
+
     def leaf(self, row: int, tier: int) -> bool:
         """Say whether the part may leave a tier without making a headless tail."""
         if self.holds[row] or self.kids[tier][row]:
@@ -200,7 +223,8 @@ class Index:
             above = self.parent[row]
             if above != NO_ROW:
                 self._unlink(row, above)
-            del self.rows[self.names[row]]
+            if self.attached(row):
+                del self.rows[self.names[row]]
             self.names[row] = b""
             self.sums[row] = b""
             self._free.append(row)

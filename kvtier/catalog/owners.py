@@ -75,6 +75,10 @@ class Owners:
             self.shares.append(0)
         return number
 
+    def find(self, digest: bytes) -> int | None:
+        """Return the number of a namespace; None when it has none."""
+        return self._numbers.get(digest)
+
     def share_of(self, tenant: str) -> int:
         """Return the number of a tenant's share: 0, the common one, for one without a quota."""
         return self._tenants.get(tenant, 0)

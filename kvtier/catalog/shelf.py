@@ -25,12 +25,14 @@ _MOST_TOUCHED: Final = 8
 class Shelf:
     """What the Catalog keeps of one tier: its budget and the order in which parts leave it.
 
-    policy: makes an empty one. used_by: bytes by share.
+    policy: makes an empty one. shared: other hosts see the tier, and the index not all of it.
+    used_by: bytes by share.
     """
 
     name: str
     policy: Callable[[], Policy]
     capacity: int | None
+    shared: bool = False
     used: int = 0
     used_by: list[int] = field(default_factory=list)
     order: Order = field(init=False)
@@ -50,7 +52,7 @@ class Room:
         self.arena = arena
         self.shelves = list(shelves)
         self.owners = owners
-        self.withdrawn: dict[int, None] = {}  # their bytes are void, and somebody still holds them
+        self.withdrawn: dict[int, int] = {}  # rows whose slots are held still, by slot serial
         self._metrics = metrics
         self._touched: list[list[int]] = []
         self.index.freed = self._freed
@@ -159,7 +161,8 @@ class Room:
         if self.owners.shares[owner] == share:
             return
         index, before = self.index, self.owners.shares[owner]
-        mine = [row for row in index.rows.values() if index.owner[row] == owner]
+        rows = (*index.rows.values(), *self.withdrawn.values())
+        mine = [row for row in rows if index.owner[row] == owner]
         inside = [
             (tier, row) for tier in range(len(self.shelves)) for row in mine if self._in(row, tier)
         ]
@@ -181,6 +184,18 @@ class Room:
         return bool(self.index.present[row] & 1 << tier)
 
     # ---- in and out of a tier
+
+    def promote(self, row: int, level: int) -> None:
+        """Give a part another priority."""
+        index = self.index
+        inside = [shelf for tier, shelf in enumerate(self.shelves) if self._in(row, tier)]
+        for shelf in inside:
+            shelf.order.remove(row)
+        index.level[row] = level
+        for shelf in inside:
+            shelf.order.insert(row)
+            if index.orphan(row):
+                shelf.order.expend(row)
 
     def enter(self, row: int, tier: int, charged: int = 0) -> None:
         """Make a part present in a tier's index. Its children are no orphans any more."""
@@ -234,7 +249,7 @@ class Room:
 
         False, and the slot is taken back, when the part was withdrawn meanwhile.
         """
-        if row in self.withdrawn:
+        if self.index.serial[row] in self.withdrawn:
             self.abort(row)
             return False
         self.index.sums[row] = raw_sum
@@ -244,19 +259,32 @@ class Room:
 
     def abort(self, row: int) -> None:
         """Take back the slot of a part that was not filled, and end the holds of ``take``."""
-        self.withdrawn.pop(row, None)
+        self.withdrawn.pop(self.index.serial[row], None)
         self._free(row)
         self.unhold(self._with_parent(row))
 
     def withdraw(self, row: int) -> None:
-        """Make a part absent everywhere; whoever holds its slot keeps that until the hold ends."""
+        """Make a part absent everywhere; whoever holds its slot keeps that until the hold ends.
+
+        Such a row loses its name, so that the part can be saved anew meanwhile.
+        """
         index = self.index
         index.hold(row, 1)  # it must outlive its tiers until the slot is dealt with
         for tier in range(len(self.shelves)):
             self._depart(row, tier)
         if index.serial[row]:
-            self.withdrawn[row] = None
+            self.withdrawn[index.serial[row]] = row
+            if index.holds[row] > 1:
+                self._detach(row)
         self.unhold((row,))
+
+    def _detach(self, row: int) -> None:
+        """Take the name from a row; a child that is being filled holds its new parent instead."""
+        index = self.index
+        for child in index.detach(row):
+            if index.serial[child] and not self.in_dram(child):
+                index.hold(index.parent[child], 1)
+                index.hold(row, -1)
 
     def _free(self, row: int) -> None:
         slot = self.index.slot(row)
@@ -278,8 +306,9 @@ class Room:
 
     def reserved(self, name: RecordId, slot: Slot) -> int:
         """Return the row that `slot` was reserved for. Raises MisuseError when it was not."""
-        row = self.index.find(name)
-        if row == NO_ROW or self.in_dram(row) or self.index.serial[row] != slot.serial:
+        row = self.withdrawn.get(slot.serial, self.index.find(name))
+        taken = row != NO_ROW and self.index.serial[row] == slot.serial
+        if not taken or self.in_dram(row) or self.index.names[row] != name:
             raise MisuseError("this part was not reserved with this slot")
         return row
 
@@ -305,8 +334,8 @@ class Room:
         index, withdrawn = self.index, self.withdrawn
         for row in rows:
             index.hold(row, -1)
-            if withdrawn and row in withdrawn and not index.holds[row]:
-                del withdrawn[row]
+            if withdrawn and index.serial[row] in withdrawn and not index.holds[row]:
+                del withdrawn[index.serial[row]]
                 self._free(row)
             index.prune(row)
 

@@ -259,10 +259,9 @@ class Spiller:
         keep the head in DRAM, as the last copy of it, for ever.
         """
         charged = self._tier.footprint(job.part.nbytes)
-        kept = job.part.parent not in self._dropped and self._catalog.in_dram(job.row)
-        if status is Status.OK and kept:
+        kept = status is Status.OK and job.part.parent not in self._dropped
+        if kept and self._catalog.written(job.row, self._number, charged):
             self._strays.forget(job.part.name)
-            self._catalog.stored(job.part, self._number, charged)
         else:
             self._strays.note(job.part.name, charged)
             self._drop([job], "failed")

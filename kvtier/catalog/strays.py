@@ -1,14 +1,15 @@
 """Strays: records that a tier's Store may have although the index does not say so.
 
 A write or a delete that was reported as failed may have taken effect all the same, and a
-spoilt record stays where it is. Such a record counts against the tier's budget until its
-deletion is confirmed, or it would be there for good and nobody would know.
+spoilt record stays where it is, as does one of a part that was withdrawn. Such a record counts
+against the tier's budget until its deletion is confirmed, or it would be there for good and
+nobody would know.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from kvtier.identity.record import RecordId
@@ -18,26 +19,41 @@ from kvtier.tiers.tier import Tier
 __all__ = ["Strays"]
 
 _MOST: Final = 1 << 16
+_BATCH: Final = 1024
 
 
 class Strays:
     """Those of one tier, by name. Used on the flow loop.
 
-    A shared tier has none: what is in it may be another host's, and its budget is a target.
+    A shared tier has none but those withdrawn: what is in it may be another host's, and its
+    budget is a target. withdrawn: hands over records that have to be deleted, each once.
     changing: held by whoever writes to the Store or deletes from it, so that no delete meets a
     write of the same record.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: Tier, withdrawn: Callable[[], Mapping[RecordId, int]] = dict) -> None:
         self.changing = asyncio.Lock()
-        self.nbytes = 0
         self._tier = tier
+        self._withdrawn = withdrawn
+        self._nbytes = 0
         self._none = tier.store.capabilities.shared
         self._charged: dict[RecordId, int] = {}
 
     def __len__(self) -> int:
         """How many there may be."""
+        self._collect()
         return len(self._charged)
+
+    @property
+    def nbytes(self) -> int:
+        """What all of them are charged."""
+        self._collect()
+        return self._nbytes
+
+    def __contains__(self, name: RecordId) -> bool:
+        """Say whether there may be one of that name."""
+        self._collect()
+        return name in self._charged
 
     def note(self, name: RecordId, charged: int) -> None:
         """Take it that the Store has a record of `charged` bytes."""
@@ -46,22 +62,40 @@ class Strays:
             return
         if len(self._charged) >= _MOST:
             self.forget(next(iter(self._charged)))
-        self._charged[name] = charged
-        self.nbytes += charged
+        self._add(name, charged)
 
     def forget(self, name: RecordId) -> None:
         """Take it that the Store has not got it, or that the index knows."""
-        self.nbytes -= self._charged.pop(name, 0)
+        self._nbytes -= self._charged.pop(name, 0)
+
+    def _add(self, name: RecordId, charged: int) -> None:
+        self._charged[name] = charged
+        self._nbytes += charged
+
+    def _collect(self) -> None:
+        """Take over what was withdrawn: as many as there are, since the index had them."""
+        for name, charged in self._withdrawn().items():
+            self.forget(name)
+            self._add(name, charged)
 
     async def delete(self, records: Mapping[RecordId, int]) -> None:
-        """Delete records, given with what each is charged, and all strays.
+        """Delete records, given with what each is charged, and all strays, in batches.
 
-        What is not confirmed is a stray from here on.
+        What is not confirmed is a stray from here on; after a batch of which nothing is, no more
+        is tried.
         """
+        self._collect()
         names = list({**self._charged, **records})
         for name, charged in records.items():
             self.note(name, charged)
-        if names:
-            for name, status in zip(names, await self._tier.delete(names), strict=True):
-                if status in (Status.OK, Status.ABSENT):
-                    self.forget(name)
+        for start in range(0, len(names), _BATCH):
+            batch = names[start : start + _BATCH]
+            gone = [
+                name
+                for name, status in zip(batch, await self._tier.delete(batch), strict=True)
+                if status in (Status.OK, Status.ABSENT)
+            ]
+            for name in gone:
+                self.forget(name)
+            if not gone:
+                break

@@ -7,6 +7,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Container, Mapping
 from functools import cache as remembered
+from typing import Any
 
 from kvtier.cache import Cache, Match
 from kvtier.catalog.catalog import Part, Shelf
@@ -48,16 +49,16 @@ class Oracle:
         What a probe sees may have lost its parent while the shared tier was asked.
         """
         lost, stored = self._catalog.lost, self._catalog.stored
-        last_copy = self._catalog._room.last_copy
+        last_copy, withdraw = self._catalog._room.last_copy, self._catalog._room.withdraw
 
-        def counted_lost(row: int, tier: int) -> None:
+        def counted_lost(row: int, tier: int) -> bool:
             self.lost += 1
-            lost(row, tier)
+            return lost(row, tier)
 
-        def counted_stored(part: Part, tier: int, charged: int) -> None:
+        def counted_stored(part: Part, tier: int, charged: int, *args: Any) -> None:
             row = self._index.find(part.name)
             self.lost += row == NO_ROW or not self._index.present[row]
-            stored(part, tier, charged)
+            stored(part, tier, charged, *args)
 
         def counted_last(below: list[int], share: int | None = None, by: int = 0) -> int:
             row = last_copy(below, share, by)
@@ -65,8 +66,14 @@ class Oracle:
             return row
 
         self._catalog.lost = counted_lost  # type: ignore[method-assign]
-        self._catalog.stored = counted_stored  # type: ignore[method-assign]
+        self._catalog.stored = counted_stored  # type: ignore[assignment, method-assign]
+
+        def counted_withdraw(row: int) -> None:
+            self.lost += 1
+            withdraw(row)
+
         self._catalog._room.last_copy = counted_last  # type: ignore[method-assign]
+        self._catalog._room.withdraw = counted_withdraw  # type: ignore[method-assign]
 
     # ---- at any moment
 
@@ -82,7 +89,7 @@ class Oracle:
         index, arena = self._index, self._arena
         owner: dict[int, int] = {}
         total = 0
-        for row in index.rows.values():
+        for row in self._rows():
             in_dram = index.present[row] & 1 << DRAM
             if not index.serial[row]:
                 if in_dram:
@@ -133,11 +140,13 @@ class Oracle:
         for row in index.rows.values():
             if index.serial[row] and not index.present[row] & 1 << DRAM:
                 known[row] += 1  # it is being filled
-        held = 0
-        for row in index.rows.values():
-            held += index.holds[row] > 0
-            if index.holds[row] < known[row]:
-                raise SimError(f"row {row} has {index.holds[row]} holds, {known[row]} known")
+        for row, count in known.items():
+            if index.holds[row] < count:
+                raise SimError(f"row {row} has {index.holds[row]} holds, {count} known")
+        for row in self._catalog._room.withdrawn.values():
+            if not index.holds[row] or index.present[row]:
+                raise SimError(f"row {row} was withdrawn, and is in a tier or held by nobody")
+        held = sum(count > 0 for count in index.holds)
         self._expect(held == index.held_rows, f"{held} rows are held, counted {index.held_rows}")
 
     def _check_leases(self) -> None:
@@ -161,6 +170,10 @@ class Oracle:
     def _order(self, shelf: Shelf) -> list[int]:
         """Return the order in which parts leave; one that runs in a circle is cut."""
         return list(itertools.islice(shelf.order, len(self._index) + 1))
+
+    def _rows(self) -> list[int]:
+        """Return all rows: those with a name, and those withdrawn whose slot is held still."""
+        return [*self._index.rows.values(), *self._catalog._room.withdrawn.values()]
 
     def _leases(self) -> list[Lease]:
         return list(self._catalog._leases._all.values())

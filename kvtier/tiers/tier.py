@@ -6,7 +6,8 @@ Whatever the Store does, what comes out is a value: exact bytes, or a status tha
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
 from kvtier.clock import Clock
@@ -124,6 +125,22 @@ class Tier:
         """Say which records are there; a hint, since a shared tier changes by itself."""
         return await self._call(self.store.contains_many, list(ids), [Status.FAILED] * len(ids))
 
+    async def listed(self, most: int) -> AsyncIterator[list[Header] | None]:
+        """Yield the headers of all records, `most` at a time; None last when it failed.
+
+        What comes or goes meanwhile may be among them or not.
+        """
+        records, full = _lazily(self.store), True
+
+        def some(one: list[Iterator[Header]]) -> list[list[Header] | None]:
+            return [list(itertools.islice(one[0], most))]
+
+        failed: list[list[Header] | None] = [None]
+        while full:
+            (lot,) = await self._call(some, [records], failed)
+            full = lot is not None and len(lot) == most
+            yield lot
+
     def close(self) -> None:
         """End the threads and close the Store, both bounded. Blocks."""
         self._pool.close(_CLOSE_SECONDS)
@@ -208,6 +225,11 @@ def _guarded(call: Callable[[list[A]], list[T]], items: list[A]) -> list[T]:
     if count != len(items):
         raise Unavailable(f"the store gave {count} answers for {len(items)} records")
     return out
+
+
+def _lazily(store: Store) -> Iterator[Header]:
+    """Yield what a Store lists; it is asked by whoever takes the first."""
+    yield from store.scan()
 
 
 def _failed(outcome: object) -> bool:

@@ -1,0 +1,133 @@
+"""Removal: the part of the Catalog that takes parts out of all tiers, when told or when due.
+
+What is withdrawn is matched no more from that moment on. The slower tiers' Stores have it for
+longer: ``take_withdrawn`` says what has to be deleted there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from kvtier.catalog.below import LOT, Below, Part
+from kvtier.catalog.expiry import NEVER, Expiry
+from kvtier.catalog.index import NO_ROW
+from kvtier.catalog.shelf import Room
+from kvtier.clock import Clock
+from kvtier.identity.record import RecordId
+from kvtier.metrics import Metrics
+
+__all__ = ["Removal", "Withdrawn"]
+
+_LOOKED_AT: Final = 16 * LOT
+"""Rows of all namespaces that one step of a purge looks at."""
+
+Withdrawn = dict[RecordId, None]
+"""Names that were withdrawn while somebody asked a shared tier for them."""
+
+
+class Removal(Below):
+    """See the module. Every call is under the Catalog's lock, and touches memory only."""
+
+    def __init__(self, room: Room, clock: Clock, metrics: Metrics) -> None:
+        super().__init__(room, metrics)
+        self._clock = clock
+        self._expiry = Expiry()
+        self._records: list[dict[RecordId, int]] = [{} for _ in room.shelves]
+        self._watching: list[Withdrawn] = []
+
+    # ---- withdraw
+
+    def withdraw(self, names: Sequence[RecordId], reason: str) -> tuple[int, int]:
+        """Take parts out of all tiers; those that are saved or read just now never come into one.
+
+        names: LOT at a time, not more. Slots that are leased stay their holder's. Returns how
+        many parts there were, and how many records the Stores have to delete.
+        """
+        with self._lock:
+            return self._withdraw(names, reason)
+
+    def withdraw_namespace(self, digest: bytes, start: int) -> tuple[list[RecordId], int]:
+        """Withdraw parts of a namespace, LOT at most, from row `start` on.
+
+        Returns their names, and where to go on, or NO_ROW at the end.
+        """
+        with self._lock:
+            index, owner = self._index, self._owners.find(digest)
+            if owner is None:
+                return [], NO_ROW
+            end = len(index.names)
+            stop = min(start + _LOOKED_AT, end)
+            rows = [r for r in range(start, stop) if index.owner[r] == owner and index.attached(r)]
+            if len(rows) > LOT:
+                rows, stop = rows[:LOT], rows[LOT]
+            names = [index.names[row] for row in rows]
+            self._withdraw(names, "purged")
+            return names, stop if stop < end else NO_ROW
+
+    def withdraw_due(self) -> tuple[int, bool]:
+        """Withdraw parts whose time is over; return how many, and whether more wait."""
+        with self._lock:
+            now = self._clock()
+            names = self._expiry.due(now, LOT)
+            self._withdraw(names, "expired")
+            return len(names), self._expiry.waiting(now)
+
+    def _withdraw(self, names: Iterable[RecordId], reason: str) -> tuple[int, int]:
+        index, count, records = self._index, 0, 0
+        for name in names:
+            row = index.find(name)
+            for tier, shelf in enumerate(self._shelves[1:], 1):
+                there = row != NO_ROW and index.present[row] & 1 << tier
+                if there or shelf.shared:  # a shared one may have what the index does not know
+                    charged = index.charged[tier][row] if there and not shelf.shared else 0
+                    self._records[tier][name] = charged
+                    records += 1
+            for withdrawn in self._watching:
+                withdrawn[name] = None
+            self._expiry.extend(name, NEVER)
+            if row != NO_ROW:
+                count += self._room.known(row)
+                self._room.withdraw(row)
+        self._metrics.add("withdrawn_parts", count, reason=reason)
+        return count, records
+
+    # ---- what the Stores have of it
+
+    def take_withdrawn(self, tier: int) -> dict[RecordId, int]:
+        """Hand over the records that a tier's Store has to delete, with what they are charged."""
+        if not self._records[tier]:  # asked often; what comes now is found the next time
+            return {}
+        with self._lock:
+            records, self._records[tier] = self._records[tier], {}
+            return records
+
+    def watch(self) -> Withdrawn:
+        """Begin to note the names that are withdrawn, until ``unwatch``."""
+        with self._lock:
+            withdrawn: Withdrawn = {}
+            self._watching.append(withdrawn)
+            return withdrawn
+
+    def unwatch(self, withdrawn: Withdrawn) -> None:
+        """End that."""
+        with self._lock:
+            self._watching = [one for one in self._watching if one is not withdrawn]
+
+    # ---- how long parts are kept
+
+    def _keep(self, part: Part) -> None:
+        """Give a part that is there a higher priority, or a later end, if it is saved with one."""
+        row = self._index.find(part.name)
+        if not self._room.known(row):
+            return
+        if part.level > self._index.level[row]:
+            self._room.promote(row, part.level)
+        if len(self._expiry):
+            self._expiry.extend(part.name, self._clock() + part.seconds)
+
+    def _begin(self, row: int, part: Part) -> None:
+        """Take the priority and the end of a part as they are given, unless a tier has it."""
+        if not self._index.present[row]:
+            self._index.level[row] = part.level
+            self._expiry.begin(part.name, self._clock() + part.seconds)
