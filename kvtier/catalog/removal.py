@@ -96,8 +96,6 @@ class Removal(Below):
 
     def take_withdrawn(self, tier: int) -> dict[RecordId, int]:
         """Hand over the records that a tier's Store has to delete, with what they are charged."""
-        if not self._records[tier]:  # asked often; what comes now is found the next time
-            return {}
         with self._lock:
             records, self._records[tier] = self._records[tier], {}
             return records

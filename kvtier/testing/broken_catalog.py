@@ -175,7 +175,7 @@ def never_free_what_was_not_saved() -> list[Patch]:
     return [(Catalog, "abort", lambda _self, _name, _slot: None)]
 
 
-@_takes_away("a slot's serial is compared, so that a stale one frees nothing", "slot|bytes|holds")
+@_takes_away("a slot's serial is compared, so that a stale one frees nothing", "slot|holds|order")
 def settle_twice_without_comparing_serials() -> list[Patch]:
     settle, reserved = Cache.settle, Room.reserved
 

@@ -122,7 +122,7 @@ def lose_the_coalesced_waiter() -> list[Patch]:
     return [(Fetcher, "_end", broken)]
 
 
-@_takes_away("two fetches of one part share one read", "KeyError|slot|holds|were to be saved")
+@_takes_away("two fetches of one part share one read", "KeyError|slot|holds|order|to be saved")
 def read_twice_what_two_fetch() -> list[Patch]:
     hold = Catalog.hold_for_fetch
 
@@ -191,7 +191,7 @@ def count_parts_as_chunks() -> list[Patch]:
     return [(Moves, "_count", broken)]
 
 
-@_takes_away("a part in the spill queue is held", "bytes|its name|all of them|holds|row|copy")
+@_takes_away("a part in the spill queue is held", "bytes|its name|holds|row|copy|nobody knows of")
 def queue_a_spill_without_a_hold() -> list[Patch]:
     enqueue, batch = Spiller._enqueue, Spiller._batch
 
