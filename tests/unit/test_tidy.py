@@ -27,8 +27,10 @@ FLOORS = [
     "tiers",
     "device",
     "catalog",
-    "copyplan copier transfer retention prefix flow config opening plans depot upkeep cache "
-    "__init__",
+    (
+        "copyplan copier transfer retention prefix flow config opening plans depot upkeep cache "
+        "__init__"
+    ),
     "connectors",
     "daemon",
     "engine planning bench testing cli __main__",
