@@ -10,7 +10,8 @@ The engine's life of a request, with the calls in order:
 4. ``finish`` when it ends, is aborted or is preempted. True means: its blocks are still being
    read or written; keep them until ``poll`` names the request in ``released``.
 
-No call waits, none raises for a fault of a tier, and all are made on one thread.
+No call waits, none raises for a fault of a tier, and all are made on one thread. From its first
+call to ``finish`` a request keeps its tokens, to which others are added, and its identity.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class ReferenceConnector:
         identity: object | None = None,
     ) -> base.Match:
         """See Connector. Waits for slower tiers in the background, at most five seconds."""
-        state = self._states.setdefault(request_id, _State())
+        state = self._state(request_id, tokens, identity)
         state.computed = computed
         first = computed // self._chunk
         if state.fetch is not None:
@@ -185,12 +185,12 @@ class ReferenceConnector:
     ) -> None:
         """See Connector."""
         chunks = len(tokens) // self._chunk
-        state = self._states.setdefault(request_id, _State())
-        if chunks <= state.saved_chunks:
+        known = self._states.get(request_id)
+        if known is not None and chunks <= known.saved_chunks:
             return
+        state = self._state(request_id, tokens, identity)
         if state.prefix is None or len(state.prefix.names) < chunks:
-            known = state.prefix
-            state.prefix = self._cache.prefix(tokens, _request(identity), known)
+            state.prefix = self._cache.prefix(tokens, _request(identity), state.prefix)
         computed = state.prefix.head(tokens, chunks)
         plan = self._cache.plan_save(computed, block_ids, first=state.saved_chunks)
         state.saved_chunks = chunks
@@ -225,6 +225,21 @@ class ReferenceConnector:
             result = copying.transfer.result(_CLOSE_SECONDS)
             if result.status is not CopyStatus.TIMEOUT:
                 self._cache.settle(copying.plan, result)
+
+    def _state(self, request_id: str, tokens: NDArray[np.int32], identity: object | None) -> _State:
+        """Return what is known of a request.
+
+        Raises MisuseError where it is another one than before: it would be stored, and served,
+        under the first one's keys.
+        """
+        state, request = self._states.setdefault(request_id, _State()), _request(identity)
+        before = state.prefix
+        if before is not None and not (request in (None, before.request) and before.agrees(tokens)):
+            raise MisuseError(
+                f"request {request_id!r} comes with other tokens, or another identity, than "
+                f"before; finish it first"
+            )
+        return state
 
     def _execute(self, plan: CopyPlan) -> CopyTransfer:
         """Enqueue a plan's copies. Raises ProtocolError for one that does not fit the blocks."""

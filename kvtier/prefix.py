@@ -41,6 +41,11 @@ class Prefix:
         block = self.shape.block_tokens
         return max(len(self.tokens) - 1, 0) // block * block
 
+    def agrees(self, tokens: NDArray[np.int32]) -> bool:
+        """Say whether these tokens and its own are the same, as far as both go."""
+        both = min(len(self.tokens), len(tokens))
+        return bool(np.array_equal(self.tokens[:both], tokens[:both]))
+
     def part(self, chunk: int, at: int, term: Term = _USUAL) -> Part:
         """Return the part at a position of a chunk, with its parent's name.
 
