@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from kvtier.engine.weights import ModelConfig
 
-__all__ = ["KEY_TILE", "QUERY_TILE", "Inputs", "PagedAttention", "Span"]
+__all__ = ["KEY_TILE", "QUERY_TILE", "Inputs", "PagedAttention", "Span", "StateCopy"]
 
 QUERY_TILE: Final = 8
 """Tokens of a query tile. Prefill is as fast with 8 as with 32, decode four times faster."""
@@ -35,6 +35,10 @@ KEY_TILE: Final = 512
 Inputs = Callable[[torch.Tensor, int], torch.Tensor]
 """From a token's embedding [hidden] and its position to what the layers see in its place [hidden]:
 an image, say, or the embedding as an adapter changes it. Bits must depend on these two alone."""
+
+
+StateCopy = tuple[int, int, int]
+"""A recurrent state to be copied: component, from slot, to slot."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,10 +126,14 @@ class HybridModel(Model):
                     torch.mm(normed, layer.qkv.t(), out=projected[tile])
                 mixers[kind].mix(done[kind], projected, mixed)
                 done[kind] += 1
-                for first in range(0, rows, ROW_TILE):
-                    tile = slice(first, first + ROW_TILE)
-                    self._feed_forward(layer, hidden[tile], mixed[tile])
+                self._finish(layer, hidden, mixed)
         return self._logits(hidden, spans)
+
+    def _finish(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
+        """Add to all rows of `hidden` what the layer mixed, and then its SwiGLU."""
+        for first in range(0, len(hidden), ROW_TILE):
+            tile = slice(first, first + ROW_TILE)
+            self._feed_forward(layer, hidden[tile], mixed[tile])
 
     def _mixer(
         self, kind: Kind, spans: Sequence[Span], rows: int, kv: torch.Tensor, index: int

@@ -19,7 +19,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvtier.engine.attention import QUERY_TILE, PagedAttention, Span
+from kvtier.engine.attention import QUERY_TILE, PagedAttention, Span, StateCopy
 from kvtier.engine.weights import LayerWeights, Weights
 from kvtier.identity.geometry import Component
 
@@ -86,6 +86,11 @@ class Model:
                 for tile_hidden, tile_mixed in after:
                     self._feed_forward(layer, tile_hidden, tile_mixed)
         return self._logits(hidden, spans)
+
+    def copy_states(self, copies: Sequence[StateCopy], kv: Sequence[torch.Tensor]) -> None:
+        """Copy recurrent states from slot to slot, in order."""
+        for component, source, target in copies:
+            kv[component][:, :, target] = kv[component][:, :, source]
 
     def _embed(
         self, spans: Sequence[Span], rows: int

@@ -12,79 +12,47 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvtier.engine.attention import QUERY_TILE, PagedAttention, Span
-from kvtier.engine.model import ROW_TILE, Model
-from kvtier.engine.weights import LayerWeights, Weights
+from kvtier.engine.hybrid import HybridConfig, HybridModel, Kind
+from kvtier.engine.model import ROW_TILE
+from kvtier.engine.weights import LayerWeights
 from kvtier.errors import ConfigError
 
-__all__ = ["Exchange", "RankModel", "shard_weights"]
+__all__ = ["Exchange", "RankModel"]
 
 Exchange = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """From this rank's partial sum to those of all ranks, in their order. Blocks."""
 
 
-def shard_weights(weights: Weights, rank: int, ranks: int) -> Weights:
-    """Return one rank's share: whole KV heads with their queries, and a slice of the middle.
+class RankModel(HybridModel):
+    """One rank's share of a model: whole KV heads with their queries, and a slice of the middle.
 
+    MLA's latents are kept whole by every rank. ``forward`` must run on all ranks together.
     Raises ConfigError when the heads or the middle cannot be shared evenly.
     """
-    config = weights.config
-    if config.kv_heads % ranks or config.intermediate_size % ranks or not 0 <= rank < ranks:
-        raise ConfigError(f"{config.kv_heads} KV heads cannot be shared by {ranks} ranks evenly")
-    share = dataclasses.replace(
-        config,
-        heads=config.heads // ranks,
-        kv_heads=config.kv_heads // ranks,
-        intermediate_size=config.intermediate_size // ranks,
-    )
 
-    def part(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        return whole.chunk(ranks, dim)[rank].contiguous()
-
-    def cut(layer: LayerWeights) -> LayerWeights:
-        query, key, value = layer.qkv.split((config.query_size, config.kv_size, config.kv_size))
-        return dataclasses.replace(
-            layer,
-            qkv=torch.cat((part(query), part(key), part(value))),
-            attention_out=part(layer.attention_out, 1),
-            gate_up=torch.cat([part(half) for half in layer.gate_up.chunk(2)]),
-            down=part(layer.down, 1),
+    def __init__(self, whole: HybridModel, rank: int, ranks: int, exchange: Exchange) -> None:
+        sizes = whole.config
+        if sizes.kv_heads % ranks or sizes.intermediate_size % ranks or not 0 <= rank < ranks:
+            raise ConfigError(f"{sizes.kv_heads} KV heads cannot be shared by {ranks} ranks evenly")
+        share = dataclasses.replace(
+            sizes,
+            heads=sizes.heads // ranks,
+            kv_heads=sizes.kv_heads // ranks,
+            intermediate_size=sizes.intermediate_size // ranks,
         )
-
-    return dataclasses.replace(
-        weights, config=share, layers=tuple(cut(layer) for layer in weights.layers)
-    )
-
-
-class RankModel(Model):
-    """One rank's share of a model. See Model; ``forward`` must run on all ranks together."""
-
-    def __init__(self, weights: Weights, exchange: Exchange) -> None:
-        super().__init__(weights)
+        layers = tuple(
+            _share(whole.shape, kind, layer, rank, ranks)
+            for kind, layer in zip(whole.shape.kinds, whole.weights.layers, strict=True)
+        )
+        weights = dataclasses.replace(whole.weights, config=share, layers=layers)
+        super().__init__(dataclasses.replace(whole.shape, sizes=share), weights)
         self._exchange = exchange
 
-    @torch.inference_mode()
-    def forward(self, spans: Sequence[Span], kv: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See Model. kv: a pool of this rank's KV heads."""
-        config = self.config
-        count = sum(len(span.tokens) for span in spans)
-        rows = -(-count // ROW_TILE) * ROW_TILE
-        hidden, cos, sin = self._embed(spans, rows)
-        qkv = hidden.new_zeros(rows + QUERY_TILE, config.query_size + 2 * config.kv_size)
-        mixed = hidden.new_zeros(rows + QUERY_TILE, config.query_size)
-        attention = PagedAttention(config, spans, kv[0], self.dtype)
-        tiles = [slice(first, first + ROW_TILE) for first in range(0, rows, ROW_TILE)]
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            for index, layer in enumerate(self.weights.layers):
-                for tile in tiles:
-                    self._project(layer, hidden[tile], qkv[tile], cos[tile], sin[tile])
-                attention.write(index, qkv[:count, config.query_size :])
-                attention.read(index, qkv[:, : config.query_size], mixed)
-                self._add(hidden, [mixed[tile] @ layer.attention_out.t() for tile in tiles])
-                self._add(hidden, [self._middle(layer, hidden[tile]) for tile in tiles])
-        return self._logits(hidden, spans)
+    def _finish(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
+        tiles = [slice(first, first + ROW_TILE) for first in range(0, len(hidden), ROW_TILE)]
+        self._add(hidden, [mixed[tile] @ layer.attention_out.t() for tile in tiles])
+        self._add(hidden, [self._middle(layer, hidden[tile]) for tile in tiles])
 
     def _middle(self, layer: LayerWeights, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of a tile's SwiGLU."""
@@ -96,3 +64,29 @@ class RankModel(Model):
         """Add what all ranks found to `hidden`."""
         for partial in self._exchange(torch.cat(parts)):
             hidden.add_(partial)
+
+
+def _share(
+    shape: HybridConfig, kind: Kind, layer: LayerWeights, rank: int, ranks: int
+) -> LayerWeights:
+    """Return one rank's share of a layer."""
+
+    def part(whole: torch.Tensor, dim: int = 0) -> torch.Tensor:
+        return whole.chunk(ranks, dim)[rank].contiguous()
+
+    heads = shape.attention(kind)
+    if kind is Kind.RECURRENT:
+        rows = [heads.query_size] * 3 + [heads.heads]
+    elif kind is Kind.LATENT:
+        rows = [heads.query_size, heads.kv_size]
+    else:
+        rows = [heads.query_size, heads.kv_size, heads.kv_size]
+    pieces = list(layer.qkv.split(rows))
+    kept = [pieces.pop()] if kind is Kind.LATENT else []
+    return dataclasses.replace(
+        layer,
+        qkv=torch.cat([*map(part, pieces), *kept]),
+        attention_out=part(layer.attention_out, 1),
+        gate_up=torch.cat([part(half) for half in layer.gate_up.chunk(2)]),
+        down=part(layer.down, 1),
+    )

@@ -11,9 +11,9 @@ from typing import Protocol
 
 import torch
 
-from kvtier.engine.attention import Span
+from kvtier.engine.attention import Span, StateCopy
 from kvtier.engine.sampler import sample
-from kvtier.engine.scheduler import PENDING_TOKEN, StateCopy, Work
+from kvtier.engine.scheduler import PENDING_TOKEN, Work
 from kvtier.engine.weights import ModelConfig
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Component, Needs
@@ -36,6 +36,10 @@ class AnyModel(Protocol):
 
     def forward(self, spans: Sequence[Span], kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute spans of distinct requests; see ``Model.forward``."""
+        ...
+
+    def copy_states(self, copies: Sequence[StateCopy], kv: Sequence[torch.Tensor]) -> None:
+        """Copy recurrent states from slot to slot."""
         ...
 
 
@@ -97,8 +101,9 @@ class Runner:
 
     def copy(self, copies: Iterable[StateCopy]) -> None:
         """Copy states from slot to slot."""
-        for component, source, target in copies:
-            self.kv[component][:, :, target] = self.kv[component][:, :, source]
+        wanted = list(copies)
+        if wanted:
+            self._model.copy_states(wanted, self.kv)
 
     def _known(self, item: Work) -> Span:
         """Put the last step's output where the scheduler did not know it."""

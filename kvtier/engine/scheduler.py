@@ -18,18 +18,15 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.connectors.base import Connector, Loaded, Update
-from kvtier.engine.attention import Span
+from kvtier.engine.attention import Span, StateCopy
 from kvtier.engine.drafting import Drafting
 from kvtier.engine.request import Phase, Request
 from kvtier.engine.tables import Pools, Table, for_connector
 
-__all__ = ["PENDING_TOKEN", "Scheduler", "StateCopy", "Work"]
+__all__ = ["PENDING_TOKEN", "Scheduler", "Work"]
 
 PENDING_TOKEN: Final = -1
 """Stands in a span for the output of the step before, which the runner knows."""
-
-StateCopy = tuple[int, int, int]
-"""A state to be copied: component, from slot, to slot."""
 
 
 @dataclass(frozen=True, slots=True)

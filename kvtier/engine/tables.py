@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.connectors.base import Places
+from kvtier.engine.attention import StateCopy
 from kvtier.engine.blocks import BlockPool
 from kvtier.identity.geometry import Component, Needs
 
@@ -152,7 +153,7 @@ class Pools:
             places[done:keep] = [ABSENT] * len(places[done:keep])
             table.trimmed[index] = max(done, keep)
 
-    def snapshot(self, table: Table, computed: int, key: bytes) -> list[tuple[int, int, int]]:
+    def snapshot(self, table: Table, computed: int, key: bytes) -> list[StateCopy]:
         """Take slots for the states after `computed` tokens, if those are whole chunks.
 
         key: of the last of their blocks. Returns (component, from, to) for each state that is to
@@ -172,7 +173,7 @@ class Pools:
                 copies.append((index, slot, taken[0]))
         return copies
 
-    def restores(self, table: Table) -> list[tuple[int, int, int]]:
+    def restores(self, table: Table) -> list[StateCopy]:
         """Return (component, from, to) for the states that a hit begins with."""
         return [
             (index, table.places[index][-1], slot)

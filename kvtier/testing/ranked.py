@@ -21,8 +21,10 @@ import kvtier
 from kvtier.connectors.ranks import Channel, MappedArena, RankCopies, RankedPages
 from kvtier.copier import Pages
 from kvtier.device.cpu import CpuDevice
-from kvtier.engine import Model, ModelConfig, Span, random_weights
-from kvtier.engine.ranks import RankModel, shard_weights
+from kvtier.engine import HybridConfig, Kind, ModelConfig, Span, random_hybrid
+from kvtier.engine.attention import StateCopy
+from kvtier.engine.ranks import RankModel
+from kvtier.engine.runner import Runner
 from kvtier.identity.geometry import Component
 from kvtier.memory.arena import Arena
 
@@ -36,13 +38,20 @@ _IDLE_SECONDS: Final = 0.001
 class Ranks:
     """Both processes, as the scheduler sees them: a model, and pages for a connector.
 
-    seed: of the random weights. cache: opened with two shards.
+    seed: of the random weights. cache: opened with two shards. num_blocks, num_states: of a
+    rank's pools, at least what the engine thinks of.
     """
 
     def __init__(
-        self, config: ModelConfig, seed: int, cache: kvtier.Cache, num_blocks: int
+        self,
+        shape: HybridConfig,
+        seed: int,
+        cache: kvtier.Cache,
+        *,
+        num_blocks: int,
+        num_states: int,
     ) -> None:
-        self.config = config
+        self.config = shape.sizes
         self.geometry = cache.geometry
         peers = socket.socketpair()
         links = [socket.socketpair() for _ in range(RANKS)]
@@ -55,9 +64,9 @@ class Ranks:
             theirs.close()
         self.channels = [Channel(ours) for ours, _ in links]
         self.pages = RankedPages(self.channels)
-        shape = dataclasses.asdict(config)
+        order = (dataclasses.asdict(shape), seed, num_blocks, num_states)
         for rank, channel in enumerate(self.channels):
-            channel.send("open", shape, seed, rank, num_blocks, self.geometry.chunk_tokens)
+            channel.send("open", *order, self.geometry.chunk_tokens, rank)
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -73,6 +82,12 @@ class Ranks:
         answers = [self._answer(rank) for rank in range(RANKS)]
         logits = np.frombuffer(answers[0], np.float32).reshape(-1, self.config.vocab_size)
         return torch.from_numpy(logits.copy())
+
+    def copy_states(self, copies: Sequence[StateCopy], kv: Sequence[torch.Tensor]) -> None:
+        """See ``Model``."""
+        del kv
+        for channel in self.channels:
+            channel.send("states", copies)
 
     def close(self) -> None:
         """End the processes. Blocks."""
@@ -100,19 +115,16 @@ class _Rank:
     def __init__(
         self, channel: Channel, peer: Channel, arena: MappedArena, order: list[Any]
     ) -> None:
-        _, shape, seed, self._rank, num_blocks, chunk_tokens = order
-        config = ModelConfig(**shape)
-        weights = random_weights(config, seed)
+        _, shape, seed, num_blocks, num_states, chunk_tokens, self._rank = order
+        whole = random_hybrid(_shape(shape), seed)
         self._channel, self._peer = channel, peer
-        self._model = RankModel(shard_weights(weights, self._rank, RANKS), self._exchange)
-        geometry = kvtier.Geometry(Model(weights).components, chunk_tokens=chunk_tokens)
-        share = self._model.config
+        self._model = RankModel(whole, self._rank, RANKS, self._exchange)
+        geometry = kvtier.Geometry(whole.components, chunk_tokens=chunk_tokens)
         block = geometry.block_tokens[0]
-        sizes = (share.layers, 2, num_blocks, block, share.kv_heads, share.head_size)
-        self._kv = [torch.zeros(sizes, dtype=torch.bfloat16)]
+        runner = Runner(self._model, num_blocks, num_states, block, torch.bfloat16)
+        self._kv = runner.kv
         self.device = CpuDevice()
-        mapped = cast("Arena", arena)
-        place = (self._rank, RANKS, 0, 1)
+        mapped, place = cast("Arena", arena), (self._rank, RANKS, 0, 1)
         pages = Pages(geometry, mapped, arena.id, self._kv, self.device, place)
         self._copies = RankCopies(channel, pages, self.device)
 
@@ -123,11 +135,14 @@ class _Rank:
             message = self._channel.receive(_IDLE_SECONDS if busy else None)
             if message is None:
                 continue
-            if message[0] == "plan":
-                self._copies.execute(message[1])
-                continue
-            logits = self._model.forward([Span(*each) for each in message[1]], self._kv)
-            self._channel.send("logits", logits.numpy().tobytes())
+            kind, content = message
+            if kind == "plan":
+                self._copies.execute(content)
+            elif kind == "states":
+                self._model.copy_states(content, self._kv)
+            else:
+                logits = self._model.forward([Span(*each) for each in content], self._kv)
+                self._channel.send("logits", logits.numpy().tobytes())
 
     def _exchange(self, partial: torch.Tensor) -> list[torch.Tensor]:
         """Swap partial sums with the other rank. Rank 0 speaks first, so that both never do."""
@@ -141,6 +156,11 @@ class _Rank:
             self._peer.send(mine)
         theirs = torch.from_numpy(np.frombuffer(message[0], np.float32).copy()).view_as(partial)
         return [theirs, partial] if self._rank else [partial, theirs]
+
+
+def _shape(data: dict[str, Any]) -> HybridConfig:
+    sizes, kinds = ModelConfig(**data["sizes"]), tuple(map(Kind, data["kinds"]))
+    return HybridConfig(**(data | {"sizes": sizes, "kinds": kinds}))
 
 
 def main(arguments: Sequence[str]) -> None:
