@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvtier.catalog.catalog import Found
-from kvtier.catalog.lease import Lease
+from kvtier.catalog.lease import Lease, check_ahead
 from kvtier.clock import Clock, monotonic
 from kvtier.config import Config
 from kvtier.copier import Pages
@@ -27,7 +27,7 @@ from kvtier.plans import BlockTable, Plans
 from kvtier.prefix import Namer, Prefix
 from kvtier.retention import Retention
 from kvtier.seams import Flow, ThreadFlow
-from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer
+from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer, PrefetchTransfer
 from kvtier.upkeep import Upkeep
 
 __all__ = ["Cache", "Lease", "Match", "Prefix", "open_cache"]
@@ -78,7 +78,9 @@ class Cache(Upkeep):
             depot = Depot(config, namespace, shape, clock, flow or ThreadFlow())
             owner = depot.catalog.owner(namespace.digest)
         super().__init__(depot, namespace, Namer(namespace, shape, owner))
-        self._plans = Plans(self._catalog, self.geometry, shape, depot.arena_id, depot.plan_ids)
+        self._plans = Plans(
+            self._catalog, self.geometry, self._namer, depot.arena_id, depot.plan_ids
+        )
 
     def share(self, namespace: Namespace, *, shards: int = 1, stages: int = 1) -> Cache:
         """Return a cache of another namespace on the same memory and tiers. Blocks briefly.
@@ -108,7 +110,7 @@ class Cache(Upkeep):
         The whole chain counts as used, whatever of it the engine has in HBM.
         """
         self._check()
-        prefix = tokens if isinstance(tokens, Prefix) else self.prefix(tokens, request)
+        prefix = self._mine(tokens, request)
         if self.bypass:
             self.metrics.add("bypassed_matches")
             return Match(prefix, 0, ())
@@ -124,7 +126,15 @@ class Cache(Upkeep):
         tiers = tuple(names[tier] for tier in found.tiers)
         return Match(prefix, found.tokens, tiers, found.chunks, unknown)
 
-    # ---- lease, fetch
+    def _mine(self, tokens: TokenIds | Prefix, request: Request | None = None) -> Prefix:
+        """Return a prompt's prefix, as this cache names it."""
+        if not isinstance(tokens, Prefix):
+            return self.prefix(tokens, request)
+        if tokens.shape is not self.shape:
+            raise MisuseError("this prompt was named by another cache; each names its own")
+        return tokens
+
+    # ---- lease, fetch, pin, prefetch
 
     def lease(self, match: Match, *, deadline: float, first: int = 0) -> Lease | None:
         """Hold what the match needs of chunks from `first` on, all in DRAM, for `deadline` seconds.
@@ -133,8 +143,9 @@ class Cache(Upkeep):
         Raises MisuseError for a deadline that is not ahead.
         """
         self._check()
-        _check_ahead("a lease's deadline", deadline)
-        prefix = match.prefix
+        check_ahead("a lease's deadline", deadline)
+        prefix = self._mine(match.prefix)
+        _check_first(first)
         if self.bypass:
             return None
         return self._catalog.lease(
@@ -152,14 +163,63 @@ class Cache(Upkeep):
         Raises MisuseError for a deadline that is not ahead.
         """
         self._check()
-        _check_ahead("a lease's deadline", deadline)
-        if self.bypass:
-            return FetchTransfer(self._depot.flow.spawn(_nothing()))
-        found = Found(match.tokens, [], match.known)
-        work = self._moves.fetch(
-            match.prefix, first, found, ask=match.unknown, within=timeout, hold=deadline
-        )
+        check_ahead("a lease's deadline", deadline)
+        _check_first(first)
+        return self._fetch(match, first, timeout, deadline)
+
+    def pin(self, match: Match, *, seconds: float, timeout: float) -> FetchTransfer:
+        """Bring a prompt up into DRAM, as ``fetch`` does, and keep it there. Returns at once.
+
+        The result is a Lease: it ends after `seconds`, by ``release`` or with this cache, and is
+        prolonged by ``renew``. Pins hold half of DRAM at most, a part that several pin counted
+        once; one that would go beyond is refused: the result is None, and counted.
+        Raises MisuseError for seconds that are not ahead.
+        """
+        self._check()
+        check_ahead("the end of a pin", seconds)
+        return self._fetch(match, 0, timeout, seconds, pin=self._number)
+
+    def _fetch(
+        self, match: Match, first: int, timeout: float, hold: float, pin: int = 0
+    ) -> FetchTransfer:
+        _check_budget("a timeout", timeout)
+        self._mine(match.prefix)
+        work = self._brought(match, first, timeout, hold, pin)
         return FetchTransfer(self._depot.flow.spawn(work))
+
+    async def _brought(
+        self, match: Match, first: int, within: float, hold: float, pin: int
+    ) -> Lease | None:
+        """Fetch, unless this namespace goes without; a pin does not outlive its cache."""
+        if self.bypass:
+            return None
+        found = Found(match.tokens, [], match.known)
+        lease = await self._moves.fetch(
+            match.prefix, first, found, ask=match.unknown, within=within, hold=hold, pin=pin
+        )
+        if lease is not None and lease.pinned and self._closing.locked():
+            with lease:
+                return None
+        return lease
+
+    def prefetch(self, match: Match, *, base: float, per_1024_tokens: float) -> PrefetchTransfer:
+        """Bring a prompt up into DRAM before it is asked for, and hold nothing. Returns at once.
+
+        It takes `base` seconds and `per_1024_tokens` more for every 1024 tokens of the match, at
+        most. The result is how many tokens DRAM has at its end.
+        Prefetches begin nothing while reads in flight fill a quarter of DRAM, and what they read
+        does not count against what fetches may: no fetch is refused on their account.
+        Raises MisuseError for a budget that is negative or no number.
+        """
+        self._check()
+        prefix, found = self._mine(match.prefix), Found(match.tokens, [], match.known)
+        _check_budget("a prefetch's budget", min(base, per_1024_tokens))
+        within = base + match.tokens / 1024 * per_1024_tokens
+        _check_budget("a prefetch's budget", within)
+        if self.bypass:
+            return PrefetchTransfer(self._depot.flow.spawn(_nothing()))
+        work = self._moves.prefetch(prefix, found, ask=match.unknown, within=within)
+        return PrefetchTransfer(self._depot.flow.spawn(work))
 
     # ---- plans
 
@@ -200,6 +260,8 @@ class Cache(Upkeep):
         Raises MisuseError when a block table is shorter than the chunks.
         """
         self._check()
+        _check_first(first)
+        self._mine(prefix)
         if self.bypass:
             return None
         plan, refused = self._plans.save(prefix, block_ids, first, retention)
@@ -256,8 +318,9 @@ class Cache(Upkeep):
         )
 
 
-async def _nothing() -> None:
+async def _nothing() -> int:
     """Bring up nothing."""
+    return 0
 
 
 def _check_kinds(namespace: object, shards: object, stages: object) -> None:
@@ -268,9 +331,14 @@ def _check_kinds(namespace: object, shards: object, stages: object) -> None:
             raise ConfigError(f"{what} must be a whole number from 1 on, not {count!r}")
 
 
-def _check_ahead(what: str, seconds: float) -> None:
-    if not 0 < seconds < float("inf"):  # so that NaN fails too
-        raise MisuseError(f"{what} lies {seconds} seconds ahead; it must be in the future")
+def _check_budget(what: str, seconds: float) -> None:
+    if not seconds >= 0:  # so that NaN fails too
+        raise MisuseError(f"{what} of {seconds} seconds is no time to wait")
+
+
+def _check_first(first: int) -> None:
+    if first < 0:
+        raise MisuseError(f"chunk {first} is before the first, which is 0")
 
 
 def open_cache(

@@ -40,6 +40,7 @@ class Depot:
         self.flow = flow
         self.clock = clock
         self.plan_ids = itertools.count(1)
+        self.cache_numbers = itertools.count(1)
         self.bypassed: dict[bytes, None] = {}  # digests of namespaces
         self._lock = threading.Lock()
         self._caches = 1

@@ -172,13 +172,22 @@ class Moves:
         return bool(self._shared) and self._probe.due(name)
 
     async def fetch(
-        self, prefix: Prefix, first: int, found: Found, *, ask: bool, within: float, hold: float
+        self,
+        prefix: Prefix,
+        first: int,
+        found: Found,
+        *,
+        ask: bool,
+        within: float,
+        hold: float,
+        pin: int = 0,
+        ahead: bool = False,
     ) -> Lease | None:
         """Bring chunks of a prompt up into DRAM and lease them.
 
         first: the first chunk that is wanted; found: what the index knew; ask: the shared tiers
         too, for what follows that. Takes `within` seconds at most, a tier that does not answer
-        included.
+        included. pin, ahead: see ``Fetcher.fetch``.
         """
         until = self._clock() + within
         if ask and await self._ask_within(prefix, found.chunks, within):
@@ -186,10 +195,34 @@ class Moves:
         if found.tokens <= first * prefix.shape.chunk_tokens:
             return None
         left = max(until - self._clock(), 0.0)
-        lease = await self._fetcher.fetch(prefix, first, found.tokens, within=left, hold=hold)
-        if lease is not None:
+        lease = await self._fetcher.fetch(
+            prefix, first, found.tokens, within=left, hold=hold, pin=pin, ahead=ahead
+        )
+        if lease is not None and not ahead:
             self.offer([name for chunk in lease.names for name in chunk])
         return lease
+
+    async def prefetch(self, prefix: Prefix, found: Found, *, ask: bool, within: float) -> int:
+        """Bring a prompt up into DRAM, as far as `within` seconds suffice, and hold nothing.
+
+        Returns the tokens that DRAM has of it then. What prefetches may read at a time is little,
+        so it goes on by and by, and ends where nothing comes any more.
+        """
+        until = self._clock() + within
+        reached = 0
+        while True:
+            left = max(until - self._clock(), 0.0)
+            lease = await self.fetch(
+                prefix, 0, found, ask=ask, within=left, hold=_EXPIRE_SECONDS, ahead=True
+            )
+            tokens = 0
+            if lease is not None:
+                with lease:
+                    tokens = lease.tokens
+            found = self._catalog.match(prefix.names, prefix.shape, prefix.limit)
+            if tokens <= reached or tokens >= found.tokens or self._clock() >= until:
+                return tokens
+            reached, ask = tokens, False
 
     async def _ask_within(self, prefix: Prefix, known: int, seconds: float) -> bool:
         """Ask the shared tiers for what they have of a prompt beyond the `known` chunks.

@@ -39,6 +39,8 @@ _ROWS: Final = (
     _counter("bypassed_matches", "matches", "Matches of a namespace that goes without its cache"),
     _counter("hit_tokens", "tokens", "Tokens that were loaded, by the tier they came from", "tier"),
     _counter("refused_fetches", "fetches", "Fetches refused since too much was being read"),
+    _counter("refused_pins", "pins", "Pins refused since pins would hold half of DRAM"),
+    _counter("refused_prefetches", "prefetches", "Times that a prefetch found too much being read"),
     _counter("saved_chunks", "chunks", "Chunks that were committed to DRAM"),
     _counter("dropped_saves", "chunks", "Chunks that were not saved, and why", "reason"),
     _counter("evicted_parts", "parts", "Parts that left a tier to make room", "tier"),
@@ -68,6 +70,7 @@ _ROWS: Final = (
     ),
     _gauge("tier_parts", "parts", "Parts in a tier", "tier"),
     _gauge("leased_parts", "parts", "Parts under a lease, a spill or a copy"),
+    _gauge("pinned_parts", "parts", "Parts that pins keep in DRAM"),
     _gauge("quarantined_slots", "slots", "Slots that wait for the fence of an expired plan"),
     _gauge("orphan_parts", "parts", "Parts whose parent is in no tier"),
 )

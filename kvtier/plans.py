@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
@@ -13,9 +14,8 @@ from kvtier.errors import MisuseError
 from kvtier.identity.geometry import Geometry, Needs
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import split_record_id
-from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Slot
-from kvtier.prefix import Prefix
+from kvtier.prefix import Namer, Prefix
 from kvtier.retention import Retention, terms
 from kvtier.transfer import CopyResult, CopyStatus
 
@@ -38,10 +38,16 @@ class Plans:
     """
 
     def __init__(
-        self, catalog: Catalog, geometry: Geometry, shape: Shape, arena: int, ids: Iterator[int]
+        self,
+        catalog: Catalog,
+        geometry: Geometry,
+        namer: Namer,
+        arena: int,
+        ids: Iterator[int],
     ) -> None:
         self._catalog = catalog
-        self._shape = shape
+        self._shape = shape = namer.shape
+        self._owner = namer.owner
         self._states = [one.needs is Needs.LAST for one in geometry.components]
         self._arena = arena
         self._ids = ids
@@ -59,8 +65,11 @@ class Plans:
         begin = lease.first * self._chunk
         start = begin if start is None else start
         tables = self._tables(into)
+        name = next(itertools.chain.from_iterable(lease.names), None)
+        if name is not None and split_record_id(name)[1] not in self._shape.names:
+            raise MisuseError("this lease is of a cache with other shards, stages or components")
         stop = self._stop(lease, tables, start)
-        if not self._catalog.issue(lease):
+        if not self._catalog.issue(lease, self._owner):
             return None
         parts: list[PlanPart] = []
         for chunk, (names, slots) in enumerate(
@@ -102,7 +111,7 @@ class Plans:
         """Take a plan back whose copies have ended; return what it held."""
         if result.status is CopyStatus.TIMEOUT:
             raise MisuseError("a copy that has not ended cannot be settled")
-        issued = self._out.pop(plan.id, None)
+        issued = self._out.pop(plan.id, None) if plan.arena == self._arena else None
         if issued is None:
             raise MisuseError(f"plan {plan.id} was not issued here, or was settled before")
         return issued

@@ -11,14 +11,16 @@ import enum
 import logging
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 from kvtier.catalog.lease import Lease
 from kvtier.clock import monotonic
 from kvtier.device.base import Fence
 from kvtier.seams import CancelledError, Future
 
-__all__ = ["CopyResult", "CopyStatus", "CopyTransfer", "FetchTransfer"]
+__all__ = ["CopyResult", "CopyStatus", "CopyTransfer", "FetchTransfer", "PrefetchTransfer"]
+
+T = TypeVar("T")
 
 _log = logging.getLogger("kvtier")
 _POLL_SECONDS: Final = 0.0005  # a CUDA event has no callback, so awaiting one means asking
@@ -90,18 +92,18 @@ class CopyTransfer:
         return CopyResult(CopyStatus.OK, self._tokens)
 
 
-class FetchTransfer:
-    """Chunks on their way up into DRAM. The result is their Lease, or None for none at all."""
+class _UpTransfer(Generic[T]):
+    """Chunks on their way up into DRAM."""
 
-    def __init__(self, running: Future[Lease | None]) -> None:
+    def __init__(self, running: Future[T | None]) -> None:
         self._running = running
 
     def poll(self) -> bool:
         """Say whether it has settled. Never blocks."""
         return self._running.done()
 
-    def result(self, timeout: float) -> Lease | None:
-        """Return the lease; None when nothing came, or not within `timeout` seconds."""
+    def result(self, timeout: float) -> T | None:
+        """Return the result; None when there is none, or not within `timeout` seconds."""
         try:
             return self._running.result(timeout)
         except (TimeoutError, CancelledError):
@@ -110,21 +112,29 @@ class FetchTransfer:
             _log.exception("a fetch failed; it counts as a miss")
             return None
 
-    def abandon(self) -> None:
-        """Let go: whatever arrives is released at once, and stays in DRAM."""
-        self._running.add_done_callback(_release)
-
     def on_settled(self, call: Any) -> None:
         """Call `call()` once it has settled, from any thread."""
         self._running.add_done_callback(lambda _: call())
 
-    def __await__(self) -> Generator[Any, None, Lease | None]:
-        """Await the lease. Cancelling this does not cancel the fetch: ask again, or abandon it."""
+    def __await__(self) -> Generator[Any, None, T | None]:
+        """Await the result. Cancelling this cancels nothing: ask again, or abandon it."""
         return self._arrived().__await__()
 
-    async def _arrived(self) -> Lease | None:
+    async def _arrived(self) -> T | None:
         await asyncio.wait((asyncio.wrap_future(self._running),))  # cancels nothing
         return self.result(0)
+
+
+class FetchTransfer(_UpTransfer[Lease]):
+    """A fetch or a pin. The result is a Lease, or None for none at all."""
+
+    def abandon(self) -> None:
+        """Let go: whatever arrives is released at once, and stays in DRAM."""
+        self._running.add_done_callback(_release)
+
+
+class PrefetchTransfer(_UpTransfer[int]):
+    """A prefetch. The result is how many of the prompt's tokens DRAM has then."""
 
 
 def _release(running: Future[Lease | None]) -> None:

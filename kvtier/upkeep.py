@@ -38,6 +38,7 @@ class Upkeep:
     def __init__(self, depot: Depot, namespace: Namespace, namer: Namer) -> None:
         self.namespace = namespace
         self.metrics = depot.metrics
+        self._number = next(depot.cache_numbers)
         self._depot = depot
         self._catalog = depot.catalog
         self._moves = depot.moves
@@ -146,11 +147,12 @@ class Upkeep:
     def close(self) -> None:
         """Write down what waits, bounded, and end all threads. Idempotent. Blocks.
 
-        What other caches share with it goes on until the last of them is closed. Copies in flight
-        may go on: their slots' memory stays mapped until the last has ended.
+        Its pins end. What other caches share with it goes on until the last of them is closed.
+        Copies in flight may go on: their slots' memory stays mapped until the last has ended.
         """
         if os.getpid() != self._pid or not self._closing.acquire(blocking=False):
             return
+        self._catalog.unpin(self._number)
         try:
             self._depot.leave()
         finally:

@@ -64,11 +64,20 @@ class Below:
         self._metrics = metrics
         self._lock = threading.Lock()
         self._fetching_bytes = 0
+        self._ahead: dict[int, None] = {}  # rows that prefetches read
+        self._ahead_bytes = 0
 
     # ---- fetch: holds and slots for parts that lie in slower tiers
 
     def hold_for_fetch(
-        self, names: Sequence[Sequence[RecordId]], shape: Shape, first: int, tokens: int, owner: int
+        self,
+        names: Sequence[Sequence[RecordId]],
+        shape: Shape,
+        first: int,
+        tokens: int,
+        owner: int,
+        *,
+        ahead: bool = False,
     ) -> tuple[list[tuple[int, ...]], list[int]]:
         """Hold what a prefix of `tokens` needs of the chunks from `first` on, for bringing it up.
 
@@ -76,15 +85,19 @@ class Below:
         were given a fresh slot here: the caller reads them, then calls ``fetched``. A row that
         another fetch is reading is held and not returned as fresh. Nothing is held while reads in
         flight fill half of DRAM.
+        ahead: it is a prefetch. It begins no chunk while reads in flight, its own included, fill a
+        quarter of DRAM, and its reads do not count against the half of the others.
         """
         chunks: list[tuple[int, ...]] = []
         fresh: list[int] = []
         with self._lock:
-            if self._fetching_bytes > self._room.arena.nbytes // 2:
-                self._metrics.add("refused_fetches")
+            if self._busy(ahead=ahead):
+                self._metrics.add("refused_prefetches" if ahead else "refused_fetches")
                 return [], []
             victims = Victims(self._room, owner)
             for chunk in range(first, -(-tokens // shape.chunk_tokens)):
+                if ahead and self._busy(ahead=True):
+                    break
                 needed = shape.needed(tokens, chunk)
                 taken: list[int] = []
                 for at in needed:
@@ -95,7 +108,21 @@ class Below:
                     self._room.unhold(taken)
                     break
                 chunks.append(tuple(taken))
+                if ahead:
+                    self._reading_ahead(fresh)
         return chunks, fresh
+
+    def _busy(self, *, ahead: bool) -> bool:
+        """Say whether so much is being read that a fetch, or a prefetch, begins nothing."""
+        if ahead:
+            return self._fetching_bytes >= self._room.arena.nbytes // 4
+        return self._fetching_bytes - self._ahead_bytes > self._room.arena.nbytes // 2
+
+    def _reading_ahead(self, fresh: Iterable[int]) -> None:
+        for row in fresh:
+            if row not in self._ahead:
+                self._ahead[row] = None
+                self._ahead_bytes += self._index.slot(row).nbytes
 
     def _hold_for_fetch(
         self, name: RecordId, nbytes: int, taken: list[int], fresh: list[int], victims: Victims
@@ -123,7 +150,11 @@ class Below:
     def fetched(self, row: int, raw_sum: bytes | None) -> None:
         """End the reading of a fresh row: publish it in DRAM, or with None take its slot back."""
         with self._lock:
-            self._fetching_bytes -= self._index.slot(row).nbytes
+            nbytes = self._index.slot(row).nbytes
+            self._fetching_bytes -= nbytes
+            if row in self._ahead:
+                del self._ahead[row]
+                self._ahead_bytes -= nbytes
             if raw_sum is None:
                 self._room.abort(row)
             else:

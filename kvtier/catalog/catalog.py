@@ -130,11 +130,13 @@ class Catalog(Removal):
         seconds: float,
         *,
         whole: bool,
+        pin: int = 0,
     ) -> Lease | None:
         """Hold the slots of what a prefix needs of the chunks from `first` on, all in DRAM.
 
         tokens: the prefix's length. not whole: where DRAM has not all of it, the longest shorter
-        one. None when there is none beyond the first `first` chunks.
+        one. pin: see Lease. None when there is none beyond the first `first` chunks, or pins
+        would hold too much.
         """
         with self._lock:
             find, present = self._index.rows.get, self._index.present
@@ -150,14 +152,41 @@ class Catalog(Removal):
             if usable <= first * size or (whole and usable < tokens):
                 return None
             held = shape.select(names, first, usable)
-            return self._leases.new(first, usable, held, seconds, self._end_lease)
+            return self._leases.new(first, usable, held, seconds, self, pin)
 
-    def issue(self, lease: Lease) -> bool:
-        """Note that a CopyPlan of the lease goes out; False when its deadline has passed."""
+    def may_pin(
+        self, names: Sequence[Sequence[RecordId]], shape: Shape, first: int, tokens: int
+    ) -> bool:
+        """Say whether pins have room for what a prefix needs of the chunks from `first` on."""
+        with self._lock:
+            parts = (
+                (self._index.find(names[chunk][at]), shape.nbytes[at])
+                for chunk in range(first, -(-tokens // shape.chunk_tokens))
+                for at in shape.needed(tokens, chunk)
+            )
+            fits = self._leases.pins.fit(parts)
+            if not fits:
+                self._metrics.add("refused_pins")
+            return fits
+
+    def unpin(self, pinned: int) -> None:
+        """End all pins of one cache."""
+        with self._lock:
+            self._leases.unpin(pinned)
+
+    def issue(self, lease: Lease, owner: int) -> bool:
+        """Note that a CopyPlan of the lease goes out; False when its deadline has passed.
+
+        Raises MisuseError for a lease of another catalog, or of another namespace than `owner`.
+        """
         with self._lock:
             self._leases.expire()
             if lease.state is not LeaseState.HELD:
                 return False
+            row = next(itertools.chain.from_iterable(lease.rows), NO_ROW)
+            its = owner if row == NO_ROW else self._index.owner[row]
+            if not self._leases.keeps(lease) or its != owner:
+                raise MisuseError("this lease is of another cache; each plans its own")
             lease.plans += 1
             return True
 
@@ -176,11 +205,17 @@ class Catalog(Removal):
             self._room.settle_touches(1)
             return len(self._leases)
 
-    def _end_lease(self, lease: Lease) -> None:
+    def end_lease(self, lease: Lease) -> None:
+        """See ``Lease.release``."""
         if os.getpid() != self._pid:  # before the lock, which another thread may have held
             raise MisuseError("a lease does not cross fork; its parent holds it")
         with self._lock:
             self._leases.end(lease, LeaseState.RELEASED)
+
+    def renew_lease(self, lease: Lease, seconds: float) -> bool:
+        """See ``Lease.renew``."""
+        with self._lock:
+            return self._leases.renew(lease, seconds)
 
     # ---- reserve, commit, abort
 
@@ -287,6 +322,7 @@ class Catalog(Removal):
                     used = shelf.used_by[share]
                     metrics.set("tenant_used_bytes", used, tenant=tenant, tier=shelf.name)
             metrics.set("leased_parts", index.held_rows)
+            metrics.set("pinned_parts", len(self._leases.pins))
             metrics.set("quarantined_slots", self._leases.quarantined)
             metrics.set("orphan_parts", index.orphans)
 

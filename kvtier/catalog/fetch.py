@@ -65,15 +65,28 @@ class Fetcher:
         self._serial = 0
 
     async def fetch(
-        self, prompt: Prompt, first: int, tokens: int, *, within: float, hold: float
+        self,
+        prompt: Prompt,
+        first: int,
+        tokens: int,
+        *,
+        within: float,
+        hold: float,
+        pin: int = 0,
+        ahead: bool = False,
     ) -> Lease | None:
         """Return a lease of what a prompt needs from chunk `first` on, as far as DRAM has it then.
 
         tokens: the length that is wanted; within: seconds to wait at most; hold: seconds until
-        the lease's deadline. None when not one chunk is there.
+        the lease's deadline. pin: see Lease; ahead: it is a prefetch. None when not one chunk is
+        there, or pins have no room.
         """
         names, shape = prompt.names, prompt.shape
-        chunks, fresh = self._catalog.hold_for_fetch(names, shape, first, tokens, prompt.owner)
+        if pin and not self._catalog.may_pin(names, shape, first, tokens):
+            return None
+        chunks, fresh = self._catalog.hold_for_fetch(
+            names, shape, first, tokens, prompt.owner, ahead=ahead
+        )
         try:
             self._start(fresh)
             reading = {
@@ -81,7 +94,7 @@ class Fetcher:
             }
             if reading:
                 await asyncio.wait(reading.values(), timeout=within)
-            lease = self._catalog.lease(names, shape, first, tokens, hold, whole=False)
+            lease = self._catalog.lease(names, shape, first, tokens, hold, whole=False, pin=pin)
             if lease is not None:
                 lease.sources = tuple(self._source(rows, reading) for rows in lease.rows)
             return lease

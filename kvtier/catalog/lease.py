@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
+from kvtier.catalog.pins import Pins
 from kvtier.catalog.shelf import Room
 from kvtier.clock import Clock
 from kvtier.errors import MisuseError
@@ -17,7 +18,7 @@ from kvtier.metrics import Metrics
 
 T = TypeVar("T")
 
-__all__ = ["Lease", "LeaseState", "Leases"]
+__all__ = ["Keeper", "Lease", "LeaseState", "Leases", "check_ahead"]
 
 
 class LeaseState(enum.Enum):
@@ -36,10 +37,11 @@ class Lease:
     the parts that such a prefix needs. sources: for each chunk, the tier that its bytes came
     from. It ends by ``release`` (or ``with``), or at its deadline; a CopyPlan issued before that
     keeps the slots until the copy has settled.
+    pinned: the number of the cache whose pin it is; it ends with that too. 0 for no pin.
     """
 
     __slots__ = (
-        "_end",
+        "_keeper",
         "deadline",
         "first",
         "names",
@@ -61,7 +63,7 @@ class Lease:
         rows: tuple[tuple[int, ...], ...],
         slots: tuple[tuple[Slot, ...], ...],
         deadline: float,
-        end: Callable[[Lease], None],
+        keeper: Keeper,
     ) -> None:
         self.first = first
         self.tokens = tokens
@@ -72,9 +74,9 @@ class Lease:
         self.deadline = deadline
         self.state = LeaseState.HELD
         self.plans = 0
-        self.pinned = False
+        self.pinned = 0
         self.serial = 0
-        self._end = end
+        self._keeper = keeper
 
     @property
     def chunks(self) -> int:
@@ -93,7 +95,16 @@ class Lease:
         """
         if self.state is LeaseState.RELEASED:
             raise MisuseError("this lease was released before")
-        self._end(self)
+        self._keeper.end_lease(self)
+
+    def renew(self, seconds: float) -> bool:
+        """Move the deadline to so many seconds from now. Memory only.
+
+        False when the lease has ended, by release or by its deadline: a renewal comes before
+        that. Raises MisuseError for seconds that are not ahead.
+        """
+        check_ahead("a lease's deadline", seconds)
+        return self._keeper.renew_lease(self, seconds)
 
     def __enter__(self) -> Self:
         """Return the lease."""
@@ -107,7 +118,25 @@ class Lease:
     ) -> None:
         """Release, unless that was done inside."""
         if self.state is LeaseState.HELD:
-            self._end(self)
+            self._keeper.end_lease(self)
+
+
+class Keeper(Protocol):
+    """Where a lease is kept: the Catalog."""
+
+    def end_lease(self, lease: Lease) -> None:
+        """End a lease that its owner releases."""
+        ...
+
+    def renew_lease(self, lease: Lease, seconds: float) -> bool:
+        """Move its deadline; False when it has ended."""
+        ...
+
+
+def check_ahead(what: str, seconds: float) -> None:
+    """Raise MisuseError unless `seconds` lie in the future."""
+    if not 0 < seconds < float("inf"):  # so that NaN fails too
+        raise MisuseError(f"{what} lies {seconds} seconds ahead; it must be in the future")
 
 
 class Leases:
@@ -119,6 +148,7 @@ class Leases:
         self._metrics = metrics
         self._all: dict[int, Lease] = {}
         self._serial = 0
+        self.pins = Pins(room.index, room.arena)
 
     def __len__(self) -> int:
         """Leases that hold slots."""
@@ -130,23 +160,37 @@ class Leases:
         ended = (lease for lease in self._all.values() if lease.state is not LeaseState.HELD)
         return sum(len(slots) for lease in ended for slots in lease.slots)
 
+    def keeps(self, lease: Lease) -> bool:
+        """Say whether it is one of these, and holds something still."""
+        return self._all.get(lease.serial) is lease
+
     def new(
         self,
         first: int,
         tokens: int,
         names: Sequence[Sequence[RecordId]],
         seconds: float,
-        end: Callable[[Lease], None],
-    ) -> Lease:
-        """Hold parts that are in DRAM, of chunks from `first` on, and make a lease of them."""
+        keeper: Keeper,
+        pin: int = 0,
+    ) -> Lease | None:
+        """Hold parts that are in DRAM, of chunks from `first` on, and make a lease of them.
+
+        pin: the number of the cache that pins them; None then when that were too much.
+        """
         index = self._room.index
         rows = list(map(index.rows.__getitem__, itertools.chain.from_iterable(names)))
+        if pin and not self.pins.fit((row, index.raw_bytes[row]) for row in rows):
+            self._metrics.add("refused_pins")
+            return None
         index.hold_all(rows)
         slots = _by_chunk(index.slots(rows), names)
         deadline = self._clock() + seconds
-        lease = Lease(first, tokens, names, _by_chunk(rows, names), slots, deadline, end)
+        lease = Lease(first, tokens, names, _by_chunk(rows, names), slots, deadline, keeper)
         lease.serial = self._serial = self._serial + 1
         self._all[lease.serial] = lease
+        if pin:
+            lease.pinned = pin
+            self.pins.add(rows)
         return lease
 
     def end(self, lease: Lease, state: LeaseState) -> None:
@@ -160,13 +204,28 @@ class Leases:
         now = self._clock()
         for lease in [one for one in self._all.values() if one.deadline <= now]:
             if lease.state is LeaseState.HELD:
-                self._metrics.add("expired_leases")
+                if not lease.pinned:  # a pin is meant to end so
+                    self._metrics.add("expired_leases")
                 self.end(lease, LeaseState.EXPIRED)
+
+    def renew(self, lease: Lease, seconds: float) -> bool:
+        """Move a lease's deadline; False when it has ended."""
+        self.expire()
+        if lease.state is LeaseState.HELD:
+            lease.deadline = self._clock() + seconds
+        return lease.state is LeaseState.HELD
+
+    def unpin(self, pinned: int) -> None:
+        """End all pins of one cache."""
+        for lease in [one for one in self._all.values() if one.pinned == pinned]:
+            self.end(lease, LeaseState.EXPIRED)
 
     def drop(self, lease: Lease) -> None:
         """Let go of what an ended lease holds, unless a plan still uses it."""
         if lease.state is not LeaseState.HELD and not lease.plans:
             del self._all[lease.serial]
+            if lease.pinned:
+                self.pins.drop(itertools.chain.from_iterable(lease.rows))
             self._room.unhold(itertools.chain.from_iterable(lease.rows))
 
 

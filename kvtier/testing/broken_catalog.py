@@ -87,7 +87,7 @@ def drop_holds_at_the_deadline_of_a_plan() -> list[Patch]:
 
 @_takes_away("a plan that is issued is counted until it settles", "loaded|row .* slot|holds")
 def forget_a_plan_that_is_out() -> list[Patch]:
-    def broken(self: Catalog, lease: Lease) -> bool:
+    def broken(self: Catalog, lease: Lease, _owner: int) -> bool:
         self.expire()
         return lease.state is LeaseState.HELD
 

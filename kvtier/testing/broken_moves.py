@@ -74,9 +74,9 @@ def forget_the_checksum() -> list[Patch]:
 def free_slots_of_reads_that_nobody_waits_for() -> list[Patch]:
     fetch, end = Fetcher.fetch, Fetcher._end
 
-    async def broken(self: Fetcher, *args: Any, within: float, hold: float) -> Lease | None:
+    async def broken(self: Fetcher, *args: Any, within: float, **more: Any) -> Lease | None:
         before = list(self._reading)
-        lease = await fetch(self, *args, within=within, hold=hold)
+        lease = await fetch(self, *args, within=within, **more)
         for row in [row for row in self._reading if row not in before]:
             self._catalog.fetched(row, None)
             self._reading.pop(row).set_result(-1)
@@ -93,9 +93,9 @@ def free_slots_of_reads_that_nobody_waits_for() -> list[Patch]:
 def cancel_a_read_with_its_waiter() -> list[Patch]:
     fetch = Fetcher.fetch
 
-    async def broken(self: Fetcher, *args: Any, within: float, hold: float) -> Lease | None:
+    async def broken(self: Fetcher, *args: Any, within: float, **more: Any) -> Lease | None:
         before = list(self._tasks)
-        lease = await fetch(self, *args, within=within, hold=hold)
+        lease = await fetch(self, *args, within=within, **more)
         for task in [task for serial, task in self._tasks.items() if serial not in before]:
             task.cancel()
         return lease
@@ -126,8 +126,8 @@ def lose_the_coalesced_waiter() -> list[Patch]:
 def read_twice_what_two_fetch() -> list[Patch]:
     hold = Catalog.hold_for_fetch
 
-    def broken(self: Catalog, *args: Any) -> tuple[list[tuple[int, ...]], list[int]]:
-        chunks, fresh = hold(self, *args)
+    def broken(self: Catalog, *args: Any, **more: Any) -> tuple[list[tuple[int, ...]], list[int]]:
+        chunks, fresh = hold(self, *args, **more)
         absent = [row for rows in chunks for row in rows if not self._index.present[row] & 1]
         return chunks, list(dict.fromkeys([*fresh, *absent]))
 
@@ -138,8 +138,8 @@ def read_twice_what_two_fetch() -> list[Patch]:
 def wait_past_the_timeout() -> list[Patch]:
     fetch = Fetcher.fetch
 
-    async def broken(self: Fetcher, *args: Any, within: float, hold: float) -> Lease | None:
-        return await fetch(self, *args, within=within + _FOREVER, hold=hold)
+    async def broken(self: Fetcher, *args: Any, within: float, **more: Any) -> Lease | None:
+        return await fetch(self, *args, within=within + _FOREVER, **more)
 
     return [(Fetcher, "fetch", broken)]
 
@@ -148,9 +148,10 @@ def wait_past_the_timeout() -> list[Patch]:
 def lease_without_a_hold() -> list[Patch]:
     new = Leases.new
 
-    def broken(self: Leases, *args: Any) -> Lease:
+    def broken(self: Leases, *args: Any) -> Lease | None:
         lease = new(self, *args)
-        self._room.unhold(row for rows in lease.rows for row in rows)
+        if lease is not None:
+            self._room.unhold(row for rows in lease.rows for row in rows)
         return lease
 
     return [(Leases, "new", broken)]

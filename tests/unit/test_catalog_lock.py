@@ -15,7 +15,7 @@ UNLOCKED = {"capacity"}
 CALLS = [
     name
     for name, _ in inspect.getmembers(Catalog, inspect.isfunction)
-    if (not name.startswith("_") or name == "_end_lease") and name not in UNLOCKED
+    if not name.startswith("_") and name not in UNLOCKED
 ]
 
 

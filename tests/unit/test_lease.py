@@ -40,7 +40,7 @@ def test_a_plan_issued_in_time_keeps_its_slots_past_the_deadline(small):
     parts = chain(4)
     small.save(parts)
     lease = small.lease(parts, 2.0)
-    assert small.catalog.issue(lease)
+    assert small.catalog.issue(lease, 0)
     small.clock.now += 5
     assert small.save(chain(4, seed=1)) == 0
     small.catalog.figures()
@@ -54,14 +54,14 @@ def test_a_plan_is_refused_after_the_deadline(small):
     small.save(parts)
     lease = small.lease(parts, 2.0)
     small.clock.now += 3
-    assert not small.catalog.issue(lease)
+    assert not small.catalog.issue(lease, 0)
 
 
 def test_releasing_while_a_copy_runs_frees_nothing_until_it_settles(small):
     parts = chain(4)
     small.save(parts)
     lease = small.lease(parts, 2.0)
-    small.catalog.issue(lease)
+    small.catalog.issue(lease, 0)
     lease.release()
     assert small.save(chain(1, seed=1)) == 0
     small.catalog.settle(lease)
@@ -100,7 +100,7 @@ def test_ten_thousand_careless_leases_leave_nothing_held():
         if turn % 3 == 0:
             lease.release()
         elif turn % 3 == 1:
-            fixture.catalog.issue(lease)
+            fixture.catalog.issue(lease, 0)
             fixture.catalog.settle(lease)
     fixture.clock.now += 1.1
     assert fixture.catalog.expire() == 0
