@@ -9,6 +9,7 @@ through twice, however many parts are held.
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
 from kvtier.catalog.index import NO_ROW, Index
@@ -22,7 +23,7 @@ class _Queue:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
-        self.ready: dict[int, None] = {}
+        self.ready: OrderedDict[int, None] = OrderedDict()  # a dict is slow to empty in order
 
 
 class Order:
@@ -63,14 +64,14 @@ class Order:
         yield from reversed(self._first)
         for queue in self._sorted():
             yield from queue.ready
-            yield from queue.policy.victims()
+            yield from queue.policy
         yield from self._parked
         yield from self._stuck
 
     def insert(self, row: int) -> None:
         """A part came into the tier."""
         self._count += 1
-        self._queue(row).policy.insert(row, self._index.parent[row])
+        self._put(row)
 
     def touch(self, rows: Sequence[int]) -> None:
         """Parts were used, in this order; those that are not in the tier are passed over."""
@@ -94,7 +95,7 @@ class Order:
         while rows:
             row = rows.pop()
             if _dropped(self._first, row):
-                self._queue(row).policy.insert(row, self._index.parent[row])
+                self._put(row)
                 rows += [child for child in self._index.children_of(row) if child in self._first]
 
     def wake(self, row: int) -> None:
@@ -167,7 +168,7 @@ class Order:
             if leaf(row, tier):
                 yield row
             else:
-                queue.policy.remove(row)
+                queue.policy.remove(row, evicted=False)
                 self._park(row)
 
     def _expendable(self, share: int | None, by: int) -> Iterator[int]:
@@ -203,14 +204,18 @@ class Order:
                 self.revive(row)
         if self._parked or self._stuck:
             for row in [row for row in rows if parked[row] & bit and self._unpark(row)]:
-                self._queue(row).policy.insert(row)
+                self._put(row)
         for queue in self._queues.values():
             if queue.ready:
                 for row in [row for row in rows if _dropped(queue.ready, row)]:
-                    queue.policy.insert(row)
+                    self._put(row)
 
     def _any_ready(self) -> bool:
         return any(queue.ready for queue in self._queues.values())
+
+    def _put(self, row: int) -> None:
+        index = self._index
+        self._queue(row).policy.insert(row, index.names[row], index.parent[row])
 
     def _queue(self, row: int) -> _Queue:
         key = (self._index.level[row], self._share(row))

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
 
 __all__ = ["Policy"]
 
 
 class Policy(Protocol):
-    """Orders the rows of one tier. Rows are small integers; calls come under one lock."""
+    """Orders the rows of one tier. Rows are small integers; calls come under one lock.
 
-    def insert(self, row: int, parent: int = -1) -> None:
+    A row's number may come to mean another part once it has left. A part's key never does: a
+    policy that remembers what has left remembers keys.
+    """
+
+    def insert(self, row: int, key: Hashable, parent: int = -1) -> None:
         """A part came into the tier, or came again.
 
         parent: the row of the part that it continues, if any. Where that is in the tier the new
@@ -26,8 +30,8 @@ class Policy(Protocol):
         """
         ...
 
-    def remove(self, row: int) -> None:
-        """A part left the tier. A no-op for one that is not there."""
+    def remove(self, row: int, *, evicted: bool = True) -> None:
+        """A part left the tier; not `evicted`, it is only set aside. A no-op for a stranger."""
         ...
 
     def victims(self) -> Iterator[int]:
@@ -35,6 +39,10 @@ class Policy(Protocol):
 
         While this is read, rows that it has yielded may be removed; nothing else changes.
         """
+        ...
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield every row, about in the order in which they would leave; changes nothing."""
         ...
 
     def __len__(self) -> int:

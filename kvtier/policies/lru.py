@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Final
 
 __all__ = ["Lru"]
@@ -22,8 +22,9 @@ class Lru:
         self._inside = bytearray()
         self._count = 0
 
-    def insert(self, row: int, parent: int = _NONE) -> None:
+    def insert(self, row: int, key: Hashable, parent: int = _NONE) -> None:
         """See Policy. A part that continues another becomes the next older one."""
+        del key
         if row >= len(self._inside):
             grow = row + 1 - len(self._inside)
             self._inside.extend(bytes(grow))
@@ -54,8 +55,9 @@ class Lru:
                 self._unlink(first, last)
                 self._link(first, last, self._newest, _NONE)
 
-    def remove(self, row: int) -> None:
+    def remove(self, row: int, *, evicted: bool = True) -> None:
         """See Policy."""
+        del evicted
         if row < len(self._inside) and self._inside[row]:
             self._unlink(row, row)
             self._inside[row] = 0
@@ -68,6 +70,10 @@ class Lru:
             newer = self._newer[row]
             yield row
             row = newer
+
+    def __iter__(self) -> Iterator[int]:
+        """See Policy."""
+        return self.victims()
 
     def __len__(self) -> int:
         """See Policy."""

@@ -52,5 +52,5 @@ def test_no_parent_is_looked_at_before_its_children(monkeypatch):
 def test_parts_that_come_in_as_the_newest_would_have_older_parents(monkeypatch):
     monkeypatch.setattr(Index, "line", lambda self, row: [])
     insert = Lru.insert
-    monkeypatch.setattr(Lru, "insert", lambda self, row, parent=-1: insert(self, row))
+    monkeypatch.setattr(Lru, "insert", lambda self, row, key, parent=-1: insert(self, row, key))
     assert looks(monkeypatch) == 37

@@ -17,11 +17,11 @@ def test_it_does_what_a_list_does(seed: int) -> None:
         row = rng.randrange(40)
         action = rng.choice(["insert", "insert", "continue", "touch", "remove"])
         if action == "insert":
-            lru.insert(row)
+            lru.insert(row, row)
             expected = [one for one in expected if one != row] + [row]
         elif action == "continue" and row not in expected:
             parent = rng.randrange(40)
-            lru.insert(row, parent)
+            lru.insert(row, row, parent)
             expected.insert(expected.index(parent) if parent in expected else len(expected), row)
         elif action == "touch":
             start = rng.randrange(len(expected) + 1)
@@ -41,15 +41,15 @@ def test_it_does_what_a_list_does(seed: int) -> None:
 def test_what_continues_a_part_leaves_before_it() -> None:
     lru = Lru()
     for row in range(5):
-        lru.insert(row, row - 1)
-    lru.insert(9)
+        lru.insert(row, row, row - 1)
+    lru.insert(9, 9)
     assert list(lru.victims()) == [4, 3, 2, 1, 0, 9]
 
 
 def test_a_row_may_leave_while_the_order_is_read() -> None:
     lru = Lru()
     for row in range(4):
-        lru.insert(row)
+        lru.insert(row, row)
     left = []
     for row in lru.victims():
         lru.remove(row)

@@ -1,0 +1,169 @@
+"""``kvtier replay``: what hit rate a cache of some size would have had, on a recorded trace."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from kvtier.errors import ConfigError
+from kvtier.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from kvtier.planning.replay import Replay
+
+__all__ = ["replay"]
+
+_MOST_POINTS: Final = 64
+
+
+@click.command("replay")
+@click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option(
+    "--block-size",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Tokens of a block: what the trace's hashes are of.",
+)
+@click.option("--capacity-blocks", metavar="N,N", help="Capacities to try, in blocks.")
+@click.option("--capacity", metavar="SIZE,SIZE", help="The same in bytes, such as 8GiB,64GiB.")
+@click.option(
+    "--bytes-per-token", metavar="SIZE", help="KV of one token, such as 320KiB; for --capacity."
+)
+@click.option("--sweep", is_flag=True, help="Try capacities from 1/64 of the blocks to all.")
+@click.option(
+    "--policy",
+    metavar="NAME,NAME|all",
+    default="lru,optimal",
+    show_default=True,
+    help="Policies to try.",
+)
+@click.option(
+    "--warmup",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.0,
+    show_default=True,
+    help="Fraction of the requests that only fill the cache.",
+)
+@click.option(
+    "--servable/--no-servable",
+    default=True,
+    help="Evict no block that another hangs under, as the live cache does; other simulators do.",
+)
+@click.option("--skip-bad", is_flag=True, help="Count bad lines instead of refusing the file.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the report; - is stdout.")
+def replay(
+    traces: tuple[Path, ...],
+    block_size: int,
+    policy: str,
+    warmup: float,
+    json_file: str | None,
+    **options: Any,
+) -> int:
+    """Replay recorded requests through one tier of a cache, under several policies.
+
+    Reads Mooncake's and Bailian's JSON lines, plain, .gz or .zst. A request hits the leading run
+    of its blocks that are there. The policies are those of the live cache, and some that it is
+    compared with; ``optimal`` knows the future, and no policy can exceed it; the ceiling is a
+    tier without bounds.
+    """
+    from kvtier.cli.progress import progress
+    from kvtier.planning.replay import chosen, encode
+    from kvtier.planning.replay import replay as run
+    from kvtier.planning.trace import read_trace
+
+    names = chosen(policy)
+    block = _block_bytes(options["bytes_per_token"], block_size)
+    sizes = _sizes(options["capacity_blocks"], options["capacity"], block)
+    if not sizes and not options["sweep"]:
+        raise ConfigError("name capacities: --capacity-blocks 1000,10000, --capacity, or --sweep")
+    replays: list[Replay] = []
+    with progress() as tell:
+        for path in traces:
+
+            def read(done: int, count: int, path: Path = path) -> None:
+                tell(f"reading {path.name}", done, count)
+
+            trace = read_trace(path, block_size, skip_bad=options["skip_bad"], tell=read)
+            swept = _swept(trace.unique) if options["sweep"] else []
+            points = sorted({*sizes, *swept})
+            servable = options["servable"]
+            replays.append(run(trace, names, points, warmup=warmup, servable=servable, tell=tell))
+    if json_file == "-":
+        click.echo(encode(replays).decode())
+        return 0
+    for one in replays:
+        _show(one, block)
+    if json_file is not None:
+        Path(json_file).write_bytes(encode(replays) + b"\n")
+    return 0
+
+
+def _swept(blocks: int) -> list[int]:
+    """Return capacities from 1/64 of the blocks to all of them."""
+    return [max(blocks >> shift, 1) for shift in range(6, -1, -1)]
+
+
+def _sizes(blocks: str | None, capacity: str | None, block: int | None) -> list[int]:
+    """Return the capacities that were named, in blocks."""
+    found: list[int] = []
+    for text in _split(blocks):
+        if not text.isdecimal() or not 0 < int(text) < 1 << 31:
+            raise ConfigError(f"--capacity-blocks takes numbers like 1000,10000, not {text!r}")
+        found.append(int(text))
+    if capacity is not None:
+        if block is None:
+            raise ConfigError("--capacity in bytes needs --bytes-per-token, such as 320KiB")
+        for text in _split(capacity):
+            count = parse_bytes(text) // block
+            if not count:
+                raise ConfigError(f"a capacity of {text} is below one block of {block} bytes")
+            found.append(count)
+    if len(found) > _MOST_POINTS:
+        raise ConfigError(f"{len(found)} capacities; at most {_MOST_POINTS} at a time")
+    return found
+
+
+def _block_bytes(per_token: str | None, block_size: int) -> int | None:
+    return parse_bytes(per_token) * block_size if per_token is not None else None
+
+
+def _split(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _show(found: Replay, block_bytes: int | None) -> None:
+    """Print a replay: a row a policy, a column a capacity."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{found.trace}: hit rate, % of prompt tokens",
+        title_justify="left",
+    )
+    table.add_column("policy", no_wrap=True)
+    points = sorted({one.capacity_blocks for one in found.results})
+    for point in points:
+        size = f"{point:,}" if block_bytes is None else format_bytes(point * block_bytes)
+        table.add_column(size, justify="right", no_wrap=True)
+    for policy in dict.fromkeys(one.policy for one in found.results):
+        rates = {
+            one.capacity_blocks: one.hit_rate_tokens
+            for one in found.results
+            if one.policy == policy
+        }
+        table.add_row(policy, *(f"{rates[point]:.1f}" for point in points))
+    table.add_row("ceiling", *(f"{found.ceiling.hit_rate_tokens:.1f}" for _ in points))
+    console.print(table)
+    console.print(
+        f"{found.requests:,} requests, {found.blocks:,} blocks of {found.block_tokens} tokens, "
+        f"{found.unique_blocks:,} different; of {found.denominator}",
+        highlight=False,
+    )
+    if found.skipped_lines:
+        console.print(f"{found.skipped_lines:,} bad lines were left out", highlight=False)

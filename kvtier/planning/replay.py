@@ -1,0 +1,146 @@
+"""Replay: one trace under several policies and capacities, beside the optimum and the ceiling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+import msgspec
+
+from kvtier.errors import unknown
+from kvtier.planning.compared import CostAware, Fifo, Sieve, TinyLfu, TwoQueues
+from kvtier.planning.optimum import ceiling, optimum
+from kvtier.planning.simulate import Hits, simulate
+from kvtier.planning.trace import Trace
+from kvtier.policies.arc import Arc
+from kvtier.policies.base import Policy
+from kvtier.policies.lfu import Lfu
+from kvtier.policies.lru import Lru
+from kvtier.policies.s3fifo import S3Fifo
+
+__all__ = ["OPTIMAL", "POLICIES", "Replay", "Result", "chosen", "encode", "replay"]
+
+OPTIMAL: Final = "optimal"
+
+POLICIES: Final[dict[str, str]] = {
+    "lru": "least recently used; the live default",
+    "arc": "two lists, used once and again, that share the room adaptively; live",
+    "s3fifo": "a small queue before the main one; live",
+    "lfu": "least often used, with aging; live",
+    "lfu-unaged": "least often used, counted for ever",
+    "fifo": "first in, first out",
+    "sieve": "a hand that spares what was used",
+    "2q": "a queue of newcomers before a list by recency",
+    "w-tinylfu": "newcomers enter only when used more than what they replace",
+    "cost": "what is cheapest to compute again leaves first",
+    OPTIMAL: "the most hits that are possible, knowing the future",
+}
+"""Every policy by name, and what it does."""
+
+
+class Result(msgspec.Struct, frozen=True):
+    """Hits of one policy at one capacity, in percent of the tokens, or blocks, asked for."""
+
+    policy: str
+    capacity_blocks: int
+    hit_rate_tokens: float
+    hit_rate_blocks: float
+
+
+class Replay(msgspec.Struct, frozen=True):
+    """A trace's replay. denominator: what the rates are of."""
+
+    trace: str
+    block_tokens: int
+    requests: int
+    blocks: int
+    unique_blocks: int
+    skipped_lines: int
+    warmup: float
+    denominator: str
+    servable: bool
+    ceiling: Result
+    results: list[Result]
+
+
+def chosen(names: str) -> list[str]:
+    """Return the policies that ``all`` or ``lru,optimal`` means. Raises ConfigError."""
+    if names == "all":
+        return list(POLICIES)
+    found = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    for name in found:
+        if name not in POLICIES:
+            raise unknown("policy", name, (*POLICIES, "all"))
+    return found
+
+
+def replay(
+    trace: Trace,
+    policies: Sequence[str],
+    capacities: Sequence[int],
+    *,
+    warmup: float,
+    servable: bool = True,
+    tell: Callable[[str, int, int], None] | None = None,
+) -> Replay:
+    """Replay a trace through each policy at each capacity, in blocks.
+
+    warmup: fraction of the requests that only fill the cache. servable: evict no block that
+    another hangs under. tell: called with what is done, and how many of how many steps are behind.
+    """
+    steps = [(policy, capacity) for policy in policies for capacity in capacities]
+    results = []
+    for number, (policy, capacity) in enumerate(steps):
+        if tell is not None:
+            tell(f"{trace.name}: {policy}, {capacity} blocks", number, len(steps))
+        if policy == OPTIMAL:
+            hits = optimum(trace, capacity, warmup=warmup)
+        else:
+            make = _maker(policy, trace)
+            hits = simulate(trace, make, capacity, warmup=warmup, servable=servable)
+        results.append(_result(policy, capacity, hits))
+    most = ceiling(trace, warmup=warmup)
+    counted = f"the last {100 * (1 - warmup):g}%" if warmup else "all"
+    return Replay(
+        trace=trace.name,
+        block_tokens=trace.block_tokens,
+        requests=len(trace),
+        blocks=trace.uses,
+        unique_blocks=trace.unique,
+        skipped_lines=trace.skipped,
+        warmup=warmup,
+        denominator=f"prompt tokens, or blocks, of {counted} of the requests",
+        servable=servable,
+        ceiling=_result("ceiling", trace.unique, most),
+        results=results,
+    )
+
+
+def encode(replays: Sequence[Replay]) -> bytes:
+    """Return replays as JSON: one object, or for several traces a list."""
+    found: Replay | list[Replay] = replays[0] if len(replays) == 1 else list(replays)
+    return msgspec.json.format(msgspec.json.encode(found), indent=2)
+
+
+def _result(policy: str, capacity: int, hits: Hits) -> Result:
+    return Result(policy, capacity, round(hits.rate_tokens, 3), round(hits.rate_blocks, 3))
+
+
+def _maker(name: str, trace: Trace) -> Callable[[], Policy]:
+    """Return what makes an empty policy."""
+    if name == "cost":
+        depths = trace.depths()
+        return partial(CostAware, lambda block: 1.0 + depths[block] / 64)
+    makers: dict[str, Callable[[], Policy]] = {
+        "lru": Lru,
+        "arc": Arc,
+        "s3fifo": S3Fifo,
+        "lfu": Lfu,
+        "lfu-unaged": partial(Lfu, aging=False),
+        "fifo": Fifo,
+        "sieve": Sieve,
+        "2q": TwoQueues,
+        "w-tinylfu": TinyLfu,
+    }
+    return makers[name]

@@ -1,0 +1,168 @@
+"""``kvtier replay``: its figures on traces that can be reckoned by hand, and bad input."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import zstandard
+
+from kvtier.cli.main import run
+
+LINE = {"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": [1, 2]}
+
+
+def written(path, requests):
+    lines = [
+        json.dumps({**LINE, "timestamp": n, "input_length": 4 * len(one), "hash_ids": one})
+        for n, one in enumerate(requests)
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path):
+    """Two prompts that share a block, in turn, and one alone: ten blocks, five of them known."""
+    return written(tmp_path / "t.jsonl", [[1, 2], [1, 3], [1, 2], [1, 3], [9, 8]])
+
+
+def replayed(capsys, *args):
+    assert run(["replay", *map(str, args), "--json", "-"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def rates(report):
+    return {
+        (one["policy"], one["capacity_blocks"]): one["hit_rate_blocks"] for one in report["results"]
+    }
+
+
+def test_rates_are_of_what_was_asked_for(trace, capsys):
+    report = replayed(
+        capsys, trace, "--block-size", 4, "--capacity-blocks", "2,3", "--policy", "all"
+    )
+    found = rates(report)
+    assert report["ceiling"]["hit_rate_blocks"] == 50.0
+    assert found["optimal", 3] == 50.0
+    assert found["lru", 3] == 50.0
+    assert found["optimal", 2] == 40.0  # the shared block and one of the two tails
+    assert found["lru", 2] == 30.0
+    assert (report["requests"], report["blocks"], report["unique_blocks"]) == (5, 10, 5)
+
+
+def test_the_warmup_is_not_counted_and_said(trace, capsys):
+    report = replayed(
+        capsys, trace, "--block-size", 4, "--capacity-blocks", 3, "--warmup", 0.4, "--policy", "lru"
+    )
+    assert rates(report)["lru", 3] == pytest.approx(100 * 4 / 6, abs=0.01)
+    assert "the last 60% of the requests" in report["denominator"]
+
+
+def test_tokens_are_those_of_the_prompt(tmp_path, capsys):
+    """The last block may be short."""
+    path = tmp_path / "t.jsonl"
+    path.write_text((json.dumps({**LINE, "input_length": 6}) + "\n") * 2)
+    report = replayed(capsys, path, "--block-size", 4, "--capacity-blocks", 9, "--policy", "lru")
+    (found,) = report["results"]
+    assert (found["hit_rate_tokens"], found["hit_rate_blocks"]) == (50.0, 50.0)
+
+
+def test_packed_traces_are_read_alike(trace, tmp_path, capsys):
+    data = trace.read_bytes()
+    (tmp_path / "t.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "t.zst").write_bytes(zstandard.compress(data))
+    options = ("--block-size", 4, "--capacity-blocks", 2)
+    plain, *packed = (
+        replayed(capsys, path, *options) for path in (trace, *tmp_path.glob("t.[gz]*"))
+    )
+    assert len(packed) == 2
+    assert all(rates(one) == rates(plain) for one in packed)
+
+
+def test_capacities_in_bytes(trace, capsys):
+    options = ("--block-size", 4, "--bytes-per-token", "1KiB", "--capacity", "8KiB,12KiB")
+    assert [capacity for _, capacity in rates(replayed(capsys, trace, *options))] == [2, 3, 2, 3]
+
+
+def test_several_traces_and_a_sweep_print_a_table_each(trace, capsys):
+    assert run(["replay", str(trace), str(trace), "--block-size", "4", "--sweep"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("ceiling") == out.count("optimal") == 2
+
+
+def bad(**change):
+    fields = {**LINE, "timestamp": 5, **change}
+    return json.dumps({name: value for name, value in fields.items() if value is not ...})
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
+        ("[1]", "not a JSON object"),
+        (bad(timestamp=...), "timestamp: a number is needed, not None"),
+        (bad(timestamp="now"), "timestamp: a number"),
+        (bad(timestamp=-1), "timestamp: -1 is out of range"),
+        (bad(input_length=-8), "input_length: -8 is out of range"),
+        (bad(input_length=8.5), "input_length: a number"),
+        (bad(output_length=True), "output_length: a number"),
+        (bad(hash_ids=...), "hash_ids: a list"),
+        (bad(hash_ids=[1, None]), "hash_ids: numbers or texts"),
+        (bad(hash_ids=[1, 2, 3]), "is --block-size right?"),
+        (bad(hash_ids=[1]), "is --block-size right?"),
+        (bad(hash_ids=[2, 1]), "stands behind another block than before"),
+        (bad(hash_ids=[7, 2]), "stands behind another block than before"),
+        (bad(timestamp=0.5), "timestamp: 0.5 lies before the request above"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_field(tmp_path, capsys, line, says):
+    path = tmp_path / "t.jsonl"
+    good = json.dumps({**LINE, "timestamp": 1})
+    path.write_text(f"{good}\n{line}\n{good}\n")
+    command = ["replay", str(path), "--block-size", "4", "--capacity-blocks", "4"]
+    assert run(command) == 2
+    error = capsys.readouterr().err
+    assert ", line 2: " in error
+    assert says in error
+    assert run([*command, "--skip-bad", "--json", "-"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["skipped_lines"], report["requests"], report["unique_blocks"]) == (1, 2, 2)
+
+
+def test_a_line_without_end_is_not_read_whole(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("kvtier.planning.trace._MOST_BYTES", 1000)
+    path = tmp_path / "t.jsonl"
+    path.write_text("[" + "1," * 10_000)
+    assert run(["replay", str(path), "--capacity-blocks", "4"]) == 2
+    assert "longer than 1000 bytes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "name capacities"),
+        (("--capacity-blocks", "many"), "numbers like 1000,10000"),
+        (("--capacity-blocks", "0"), "numbers like 1000,10000"),
+        (("--capacity", "8GiB"), "needs --bytes-per-token"),
+        (("--capacity", "1KiB", "--bytes-per-token", "1MiB"), "below one block"),
+        (("--capacity-blocks", "4", "--policy", "lur"), "did you mean 'lru'"),
+        (("--capacity-blocks", "4", "--warmup", "1"), "warmup"),
+        (("--capacity-blocks", "4", "--block-size", "0"), "block-size"),
+    ],
+)
+def test_bad_options_are_one_clear_error(trace, capsys, options, says):
+    assert run(["replay", str(trace), *options]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_files_that_are_no_traces(tmp_path, capsys):
+    empty = tmp_path / "empty"
+    empty.touch()
+    cut = tmp_path / "cut.gz"
+    cut.write_bytes(gzip.compress(f"{json.dumps(LINE)}\n".encode() * 1000)[:-20])
+    for path, says in ((empty, "has no requests"), (cut, "cannot read"), (tmp_path, "cannot read")):
+        assert run(["replay", str(path), "--block-size", "4", "--capacity-blocks", "4"]) == 2
+        assert says in capsys.readouterr().err
