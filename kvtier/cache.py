@@ -126,14 +126,6 @@ class Cache(Upkeep):
         tiers = tuple(names[tier] for tier in found.tiers)
         return Match(prefix, found.tokens, tiers, found.chunks, unknown)
 
-    def _mine(self, tokens: TokenIds | Prefix, request: Request | None = None) -> Prefix:
-        """Return a prompt's prefix, as this cache names it."""
-        if not isinstance(tokens, Prefix):
-            return self.prefix(tokens, request)
-        if tokens.shape is not self.shape:
-            raise MisuseError("this prompt was named by another cache; each names its own")
-        return tokens
-
     # ---- lease, fetch, pin, prefetch
 
     def lease(self, match: Match, *, deadline: float, first: int = 0) -> Lease | None:

@@ -81,7 +81,7 @@ class Upkeep:
         _check_first(first)
         if not timeout >= 0:  # so that NaN fails too
             raise MisuseError(f"a timeout of {timeout} seconds; it must not be negative")
-        prefix = tokens if isinstance(tokens, Prefix) else self._namer.prefix(tokens, request, None)
+        prefix = self._mine(tokens, request)
         names = [name for chunk in prefix.names[first:] for name in chunk]
         parts = records = 0
         for start in range(0, len(names), LOT):
@@ -170,6 +170,14 @@ class Upkeep:
     ) -> None:
         """Close it."""
         self.close()
+
+    def _mine(self, tokens: TokenIds | Prefix, request: Request | None = None) -> Prefix:
+        """Return a prompt's prefix, as this cache names it."""
+        if not isinstance(tokens, Prefix):
+            return self._namer.prefix(tokens, request, None)
+        if tokens.shape is not self._namer.shape:
+            raise MisuseError("this prompt was named by another cache; each names its own")
+        return tokens
 
     def _check(self) -> None:
         if self._closed:

@@ -183,9 +183,10 @@ class Catalog(Removal):
             self._leases.expire()
             if lease.state is not LeaseState.HELD:
                 return False
-            row = next(itertools.chain.from_iterable(lease.rows), NO_ROW)
+            mine = self._leases.keeps(lease)  # another's rows are not rows here
+            row = next(itertools.chain.from_iterable(lease.rows), NO_ROW) if mine else NO_ROW
             its = owner if row == NO_ROW else self._index.owner[row]
-            if not self._leases.keeps(lease) or its != owner:
+            if not mine or its != owner:
                 raise MisuseError("this lease is of another cache; each plans its own")
             lease.plans += 1
             return True

@@ -89,7 +89,7 @@ def test_a_plan_keeps_its_slots_beyond_the_lease(small):
     parts = chain(1)
     small.save(parts)
     lease = small.lease(parts, 60)
-    assert small.catalog.issue(lease)
+    assert small.catalog.issue(lease, 0)
     withdraw(small, parts)
     lease.release()
     assert small.arena.holds(lease.slots[0][0])
