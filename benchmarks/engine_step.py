@@ -76,7 +76,10 @@ class Load:
     """A cache that saves, spills, fetches and loads, one round after the other."""
 
     def __init__(self, folder: str) -> None:
-        tiers = ("dram:384MiB", f"lmdb:{folder}?capacity=768MiB")
+        tiers = (
+            "dram:384MiB",
+            f"lmdb:{folder}?capacity=768MiB&admission=through&write_budget=unlimited",
+        )
         self._cache = kvtier.open(*tiers, namespace=kvtier.Namespace("bench", GEOMETRY))
         self._device = CpuDevice()
         blocks = CHUNKS * 16

@@ -282,11 +282,11 @@ class Cache(Upkeep):
     def loaded(self, match: Match, tiers: Mapping[str, int], first: int) -> None:
         """Count the tokens that an engine took from chunks [first, ...), by tier.
 
-        Chunks that were used again are offered to tiers that admit on second touch.
+        Chunks that were used again are offered to tiers that look for that.
         """
         for tier, tokens in tiers.items():
             self.metrics.add("hit_tokens", tokens, tier=tier)
-        if any(tier.admission == "second-touch" for tier in self._depot.tiers.values()):
+        if self._moves.counts_uses:
             names = [name for chunk in match.prefix.names[first:] for name in chunk]
             self._moves.used(names)
 

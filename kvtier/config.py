@@ -7,6 +7,7 @@ points ``kvtier.storage_backends``; the built-in ones come through the same door
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ADMISSIONS", "Config", "TierConfig", "load_store", "parse_tier", "store_types"]
 
-ADMISSIONS: Final = ("through", "second-touch")
-_OWN_OPTIONS: Final = ("capacity", "admission")
+ADMISSIONS: Final = ("through", "second-touch", "on-evict", "auto")
+_OWN_OPTIONS: Final = ("capacity", "admission", "write_budget")
 _TABLES: Final = ("tiers", "tenants")
 _QUOTA_OPTIONS: Final = ("floor", "ceiling")
 _GROUP: Final = "kvtier.storage_backends"
@@ -38,7 +39,10 @@ _UNSAID: Final = re.compile(r"(//)[^/?]*(@)|((?:key|token|secret|word)=)[^&]*", 
 class TierConfig:
     """One tier. capacity: bytes, None for unbounded. options: parsed, all of the Store's.
 
-    admission: None leaves it to the tier: shared ones admit on second touch, others all.
+    admission: None leaves it to the tier: ``auto`` for a durable one of this host,
+    ``second-touch`` for a shared one, ``through`` for others.
+    write_budget: bytes a day, math.inf for unlimited; None gives a durable tier of this host one
+    capacity a day, and others no limit.
     store: one that is open already, in place of the one that scheme and location name.
     """
 
@@ -48,12 +52,15 @@ class TierConfig:
     admission: str | None = None
     options: Mapping[str, object] = field(default_factory=dict)
     store: Store | None = None
+    write_budget: float | None = None
 
     def __post_init__(self) -> None:
         if self.capacity is not None and self.capacity < 1:
             raise ConfigError(f"{self.scheme} capacity {self.capacity} B is below one byte")
         if self.admission is not None and self.admission not in ADMISSIONS:
             raise unknown("admission", self.admission, ADMISSIONS)
+        if self.write_budget is not None and not self.write_budget >= 1:
+            raise ConfigError(f"{self.scheme} write_budget {self.write_budget} B is below one byte")
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,7 @@ def parse_tier(url: str) -> TierConfig:
         raise ConfigError(
             f"tier {shown!r} has no capacity; add ?capacity=200GiB, or ?capacity=unbounded"
         )
-    capacity = given["capacity"]
+    capacity, budget = given["capacity"], given.get("write_budget")
     options = {
         name: option.parse(given[name]) if name in given else option.default
         for name, option in store.OPTIONS.items()
@@ -157,7 +164,12 @@ def parse_tier(url: str) -> TierConfig:
         None if capacity == "unbounded" else parse_bytes(capacity),
         given.get("admission"),
         options,
+        write_budget=_write_budget(budget) if budget is not None else None,
     )
+
+
+def _write_budget(text: str) -> float:
+    return math.inf if text == "unlimited" else parse_bytes(text)
 
 
 def store_types() -> dict[str, EntryPoint]:

@@ -74,7 +74,7 @@ class Moves:
         self._strays = strays
         self._fetcher = Fetcher(catalog, arena, tiers, strays)
         self._spillers = {
-            number: Spiller(catalog, arena, number, tier, metrics, strays[number])
+            number: Spiller(catalog, arena, number, tier, metrics, strays[number], clock)
             for number, tier in tiers.items()
         }
         self._shared = {n: t for n, t in tiers.items() if t.store.capabilities.shared}
@@ -107,7 +107,7 @@ class Moves:
                 parts = self._saved.popleft()
                 fates = [await self._commit(one) for one in parts]
                 self._count(parts, fates)
-                self.offer(
+                await self._offer(
                     [one.part.name for one, why in zip(parts, fates, strict=True) if not why]
                 )
 
@@ -138,20 +138,22 @@ class Moves:
             else:
                 self._metrics.add("saved_chunks")
 
-    def offer(self, names: Sequence[RecordId]) -> None:
+    async def _offer(self, names: Sequence[RecordId]) -> None:
         """Offer parts in DRAM to every slower tier that lacks them."""
         for spiller in self._spillers.values():
-            spiller.offer(names)
+            await spiller.offer(names)
+
+    @property
+    def counts_uses(self) -> bool:
+        """Whether some tier wants to know what is used again. From any thread."""
+        return any(spiller.admission.counts_uses for spiller in self._spillers.values())
 
     def used(self, names: Sequence[RecordId]) -> None:
-        """Offer parts that were used again, for tiers that admit on second touch.
+        """Offer parts that were used, or came back into DRAM.
 
         Never blocks; from any thread. Once the flow is closed nothing is offered any more.
         """
-        self._unless_closed(self._offer_used(names))
-
-    async def _offer_used(self, names: Sequence[RecordId]) -> None:
-        self.offer(names)
+        self._unless_closed(self._offer(names))
 
     def _unless_closed(self, work: Coroutine[Any, Any, None]) -> None:
         """Start what nobody waits for; an engine may still report when the cache is closed."""
@@ -199,7 +201,7 @@ class Moves:
             prefix, first, found.tokens, within=left, hold=hold, pin=pin, ahead=ahead
         )
         if lease is not None and not ahead:
-            self.offer([name for chunk in lease.names for name in chunk])
+            self.used([name for chunk in lease.names for name in chunk])
         return lease
 
     async def prefetch(self, prefix: Prefix, found: Found, *, ask: bool, within: float) -> int:
@@ -302,10 +304,12 @@ class Moves:
                 await asyncio.sleep(0)
 
     async def reap(self) -> None:
-        """End leases at their deadline, and parts at theirs, for as long as the loop runs."""
+        """End leases, parts and what waits to be written at their deadlines, while the loop runs."""
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self._catalog.expire()
+            for spiller in self._spillers.values():
+                await spiller.expire()
             await self.sweeper.expire()
 
     def close(self) -> None:

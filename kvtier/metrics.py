@@ -69,6 +69,7 @@ _ROWS: Final = (
         "tier",
     ),
     _gauge("tier_parts", "parts", "Parts in a tier", "tier"),
+    _gauge("write_budget_bytes", "bytes", "Bytes that may be written to a tier now", "tier"),
     _gauge("leased_parts", "parts", "Parts under a lease, a spill or a copy"),
     _gauge("pinned_parts", "parts", "Parts that pins keep in DRAM"),
     _gauge("quarantined_slots", "slots", "Slots that wait for the fence of an expired plan"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,8 @@ from kvtier.errors import ConfigError, unknown
 from kvtier.identity.record import Part as PartName
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow
-from kvtier.tiers.store import Store
+from kvtier.tiers.budget import WriteBudget
+from kvtier.tiers.store import Capabilities, Store
 from kvtier.tiers.tier import Tier
 from kvtier.units import format_bytes, format_least
 
@@ -38,10 +40,11 @@ def open_tiers(
                 store = _opened(setting, types)
             taken = {tier.name for tier in tiers.values()}
             name = setting.scheme if setting.scheme not in taken else f"{setting.scheme}{number}"
-            usual = "second-touch" if store.capabilities.shared else "through"
-            admission = setting.admission or usual
-            tiers[number] = Tier(name, store, flow, metrics, clock, admission=admission)
-            _check_room(tiers[number], setting.capacity, part_bytes)
+            admission = setting.admission or _usual_admission(store.capabilities)
+            writes = WriteBudget(_write_budget(setting, store.capabilities), clock)
+            tier = Tier(name, store, flow, metrics, clock, admission=admission, writes=writes)
+            tiers[number] = tier
+            _check_room(tier, setting.capacity, part_bytes)
     except BaseException:
         for tier in tiers.values():
             tier.close()
@@ -60,13 +63,33 @@ def _opened(setting: TierConfig, types: Mapping[str, EntryPoint]) -> Store:
     return kind.open(setting.location, setting.capacity, setting.options)
 
 
+def _usual_admission(capabilities: Capabilities) -> str:
+    if capabilities.shared:
+        return "second-touch"
+    return "auto" if capabilities.durable else "through"
+
+
+def _write_budget(setting: TierConfig, capabilities: Capabilities) -> float:
+    """Return bytes a day: as was set, or one capacity for a durable tier of this host."""
+    if setting.write_budget is not None:
+        return setting.write_budget
+    wears = capabilities.durable and not capabilities.shared
+    return math.inf if setting.capacity is None or not wears else setting.capacity
+
+
 def _check_room(tier: Tier, capacity: int | None, part_bytes: Sequence[int]) -> None:
     """Refuse a tier that would never hold one chunk, and so never anything."""
-    need = tier.store.capabilities.overhead + sum(map(tier.footprint, part_bytes))
+    chunk = sum(map(tier.footprint, part_bytes))
+    need = tier.store.capabilities.overhead + chunk
     if capacity is not None and capacity < need:
         raise ConfigError(
             f"{tier.name} capacity {format_bytes(capacity)} is below one chunk, which takes "
             f"{format_least(need)} there; give it at least that, better a hundred times as much"
+        )
+    if tier.writes.a_day < chunk:
+        raise ConfigError(
+            f"{tier.name} write_budget {format_bytes(int(tier.writes.a_day))} a day is below one "
+            f"chunk, which takes {format_least(chunk)} there; give it more, or 'unlimited'"
         )
 
 

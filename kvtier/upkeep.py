@@ -122,6 +122,8 @@ class Upkeep:
         """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""
         self._check_process()
         self._catalog.figures()
+        for tier in self._depot.tiers.values():
+            tier.figures()
         return self.metrics.snapshot()
 
     @property

@@ -22,6 +22,7 @@ from kvtier.testing.seaweed import SeaweedServer
 __all__ = ["Place"]
 
 _BUCKET: Final = "kvtier-bench"
+_ALL: Final = "admission=through&write_budget=unlimited"  # whatever the runs before have written
 _FOREIGN: Final = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_REGION")
 _FILES: Final = ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
 
@@ -75,7 +76,7 @@ class Place:
         """Return the URLs of tiers. lmdb: the name of the directory; dram: bytes."""
         urls = {
             "dram": f"dram:{dram}B",
-            "lmdb": f"lmdb:{self.directory / lmdb}?capacity={self._settings.disk}B",
+            "lmdb": f"lmdb:{self.directory / lmdb}?capacity={self._settings.disk}B&{_ALL}",
             "s3": self._url,
         }
         return [urls[name] for name in names]

@@ -19,6 +19,8 @@ __all__ = ["LOT", "Below", "Described", "Part", "Victim"]
 LOT: Final = 256
 """Parts that leave a tier at a time: taking out more would hold the lock for milliseconds."""
 
+_PEEK_PARTS: Final = 1000
+
 
 class Part(NamedTuple):
     """One part: its name, its parent's, its chunk's depth, its raw bytes, whose it is.
@@ -182,15 +184,18 @@ class Below:
     ) -> list[RecordId]:
         """Return a part and its ancestors that a tier lacks and DRAM has, deepest first.
 
-        Ends at the first ancestor that the tier has, that is queued for it, or that DRAM has not.
+        Ends at the first ancestor that the tier has, or that is queued for it. None at all when
+        DRAM has not what would have to be written first: the tier would have a headless tail.
         """
         with self._lock:
             index = self._index
             names: list[RecordId] = []
             row = index.find(name)
-            while self._room.in_dram(row) and not index.present[row] & 1 << tier:
+            while row != NO_ROW and not index.present[row] & 1 << tier:
                 if index.names[row] in queued:
                     break
+                if not self._room.in_dram(row):
+                    return []
                 names.append(index.names[row])
                 row = index.parent[row]
             return names
@@ -209,22 +214,55 @@ class Below:
             self._index.hold(row, 1)
             return row
 
-    def in_dram(self, row: int) -> bool:
-        """Say whether a held part is still in DRAM: not so once it was withdrawn."""
+    def unfit(self, rows: Sequence[int], tier: int) -> dict[int, str]:
+        """Return those of held rows, parents first, that must not be written to a tier, and why.
+
+        withdrawn: not in DRAM any more. headless: its parent is neither in that tier nor, before
+        it, among the others.
+        """
         with self._lock:
-            return self._room.in_dram(row)
+            fit: dict[int, None] = {}
+            unfit: dict[int, str] = {}
+            for row in rows:
+                if why := self._unfit(row, tier, fit):
+                    unfit[row] = why
+                else:
+                    fit[row] = None
+            return unfit
+
+    def written(self, row: int, tier: int, charged: int) -> str:
+        """Note that a tier has taken a held part; or say why it must not be kept there, see unfit.
+
+        Parents first: whatever the order in which the Store took them, the index never has a
+        part there without its parent.
+        """
+        with self._lock:
+            why = self._unfit(row, tier, ())
+            if not why and not self._index.present[row] & 1 << tier:
+                self._room.enter(row, tier, charged)
+            return why
+
+    def _unfit(self, row: int, tier: int, fit: Container[int]) -> str:
+        if not self._room.in_dram(row):
+            return "withdrawn"
+        above = self._index.parent[row]
+        headed = above == NO_ROW or above in fit or self._index.present[above] & 1 << tier
+        return "" if headed else "headless"
 
     def leaving(self, tier: int, nbytes: int) -> list[RecordId]:
-        """Return parts that DRAM would give up next for so many bytes, and that a tier lacks."""
+        """Return parts that DRAM would give up next for so many bytes, and that a tier lacks.
+
+        Looks at a thousand parts at most, and changes nothing.
+        """
+        index, bit, names = self._index, 1 << tier, []
         with self._lock:
-            index, names = self._index, []
-            for row in itertools.islice(self._shelves[DRAM].order, LOT):
+            for row in itertools.islice(self._shelves[DRAM].order.useful(), _PEEK_PARTS):
                 if nbytes <= 0:
                     break
                 nbytes -= index.raw_bytes[row]
-                if not index.holds[row] and not index.present[row] & 1 << tier:
+                if not (index.holds[row] or index.present[row] & bit):
                     names.append(index.names[row])
-            return names
+        return names
 
     def describe(self, row: int) -> Described:
         """Return what a held row is, and where its bytes lie."""
@@ -262,15 +300,6 @@ class Below:
             row = index.ensure(part.name, part.parent, part.depth, part.nbytes, part.owner)
             if not index.present[row] & 1 << tier:
                 self._room.enter(row, tier, charged)
-
-    def written(self, row: int, tier: int, charged: int) -> bool:
-        """Note that a held part was written to a tier; False when it was withdrawn meanwhile."""
-        with self._lock:
-            if not self._room.in_dram(row):
-                return False
-            if not self._index.present[row] & 1 << tier:
-                self._room.enter(row, tier, charged)
-            return True
 
     def lost(self, row: int, tier: int) -> bool:
         """Note that a tier does not have a part after all, or has it spoilt.

@@ -62,11 +62,15 @@ class Order:
     def __iter__(self) -> Iterator[int]:
         """Yield every row, those first that would leave first if none were kept."""
         yield from reversed(self._first)
+        yield from self.useful()
+        yield from self._parked
+        yield from self._stuck
+
+    def useful(self) -> Iterator[int]:
+        """Yield the rows that something can use and nothing was seen to keep, in order."""
         for queue in self._sorted():
             yield from queue.ready
             yield from queue.policy
-        yield from self._parked
-        yield from self._stuck
 
     def insert(self, row: int) -> None:
         """A part came into the tier."""

@@ -1,8 +1,14 @@
 """Spill: write chunks from DRAM down to one slower tier, ancestors first. On the flow loop.
 
-A part in the queue is held: its slot stays. So the queue is bounded in bytes. What does not
-fit yet waits by name only, without a hold; when DRAM has evicted it before its turn, it is
-dropped and counted.
+A part in the queue is held: its slot stays. So the queue is bounded in bytes, and in time. What
+does not fit yet waits by name only, without a hold; when DRAM has evicted it before its turn, it
+is dropped and counted.
+
+Calls of one batch run side by side, so a Store may have a child before its parent, and after a
+crash without it. The index never does: it takes a batch in its order, and a part only when its
+parent is there. A tail that a crash left without its head is not served, leaves first, and is
+whole again when the head is written anew; to write one after the other would cost every batch the
+tier's parallel calls.
 """
 
 from __future__ import annotations
@@ -15,10 +21,12 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from kvtier.catalog.admission import Admission
 from kvtier.catalog.catalog import LOT, Catalog, Part
 from kvtier.catalog.index import NO_ROW
 from kvtier.catalog.owners import NOBODY
 from kvtier.catalog.strays import Strays
+from kvtier.clock import Clock
 from kvtier.identity.record import Header, RecordId, split_record_id
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
@@ -29,16 +37,20 @@ __all__ = ["Spiller"]
 
 _log = logging.getLogger("kvtier")
 _BATCH_BYTES: Final = 64 << 20
+_BATCH_PARTS: Final = 256
 _FULL_TRIES: Final = 8
-_SEEN_NAMES: Final = 1 << 16
 _WAITING_NAMES: Final = 1 << 16
-_DROPPED_NAMES: Final = 1 << 16
+_SLICE: Final = 64  # parts between which other callbacks of the loop have their turn
+
+LATE_SECONDS: Final = 60.0
+"""What waits for longer to be written is dropped. It may be used again, and is offered then."""
 
 
 class _Job(NamedTuple):
     row: int
     part: Part
     write: Write
+    since: float
 
 
 class Spiller:
@@ -52,36 +64,68 @@ class Spiller:
         tier: Tier,
         metrics: Metrics,
         strays: Strays,
+        clock: Clock,
     ) -> None:
+        self.admission = Admission(tier)
         self._catalog = catalog
         self._arena = arena
         self._number = number
         self._tier = tier
         self._metrics = metrics
         self._strays = strays
-        self._waiting: dict[RecordId, None] = {}
+        self._clock = clock
+        self._offering = asyncio.Lock()
+        self._waiting: dict[RecordId, float] = {}  # since when
+        self._begun: dict[RecordId, RecordId] = {}  # a name, and what was queued for it last
         self._queue: deque[_Job] = deque()
         self._queued: dict[RecordId, None] = {}
         self._queued_bytes = 0
-        self._dropped: dict[RecordId, None] = {}  # since the queue was empty
-        self._seen: dict[RecordId, None] = {}
+        self._unpaid = 0  # bytes of a part for which the write budget had not enough left
         self._task: asyncio.Task[None] | None = None
 
-    def offer(self, names: Sequence[RecordId]) -> None:
-        """Take parts that came into DRAM, or were used there, parents before children."""
-        for name in names:
-            if self._tier.admission == "second-touch" and not self._touched(name):
-                continue
-            if len(self._waiting) < _WAITING_NAMES:
-                self._waiting[name] = None
-            else:
-                self._metrics.add("dropped_spills", tier=self._tier.name, reason="queue")
-        self._refill()
-        if self._queue and self._task is None:
-            self._task = asyncio.create_task(self._drain(), name=f"spill-{self._tier.name}")
+    async def offer(self, names: Sequence[RecordId]) -> None:
+        """Take parts that came into DRAM, or were used there, parents before children.
+
+        In slices: the loop's other callbacks have their turn in between.
+        """
+        async with self._offering:
+            for start in range(0, len(names), LOT):
+                if start:
+                    await asyncio.sleep(0)
+                lot = names[start : start + LOT]
+                self._wait([name for name in lot if self.admission.admits(name)])
+            if self.admission.runs_ahead:
+                self._wait(self._leaving())
+            await self._refill()
+            if self._queue and self._task is None:
+                self._task = asyncio.create_task(self._drain(), name=f"spill-{self._tier.name}")
+
+    async def expire(self) -> None:
+        """Drop what has waited for too long. A call of the Store keeps its slots until it returns.
+
+        What hangs under a dropped part is dropped at its own turn, or deadline.
+        """
+        late = self._clock() - LATE_SECONDS
+        while self._queue and self._queue[0].since < late:
+            oldest = itertools.islice(self._queue, _SLICE)
+            jobs = [job for job in oldest if job.since < late]
+            for _ in jobs:
+                self._queue.popleft()
+            self._count(len(jobs), "deadline")
+            self._let_go(jobs)
+            await asyncio.sleep(0)
+        while self._waiting and next(iter(self._waiting.values())) < late:
+            items = itertools.islice(self._waiting.items(), _SLICE)
+            names = [name for name, since in items if since < late]
+            for name in names:
+                self._forget(name)
+            self._count(len(names), "deadline")
+            await asyncio.sleep(0)
 
     async def drained(self) -> None:
         """Return when nothing waits to be written."""
+        async with self._offering:
+            pass
         while self._task is not None:
             await asyncio.wait((self._task,))
 
@@ -94,27 +138,51 @@ class Spiller:
                 await asyncio.sleep(0)  # engine threads wait for the Catalog's lock
             await self._strays.delete(victims)
 
-    def _touched(self, name: RecordId) -> bool:
-        """Say whether the part was offered before."""
-        if name in self._seen:
-            return True
-        if len(self._seen) >= _SEEN_NAMES:
-            del self._seen[next(iter(self._seen))]
-        self._seen[name] = None
-        return False
+    def _wait(self, names: Sequence[RecordId]) -> None:
+        now = self._clock()
+        for name in names:
+            if len(self._waiting) < _WAITING_NAMES:
+                self._waiting.setdefault(name, now)
+            else:
+                self._count(1, "queue")
 
-    def _refill(self) -> None:
+    def _forget(self, name: RecordId) -> None:
+        """Let a name wait no longer."""
+        del self._waiting[name]
+        self._begun.pop(name, None)
+
+    def _leaving(self) -> list[RecordId]:
+        """Return what DRAM is about to give up, once it is nearly full: so much stays ahead."""
+        mark = self._arena.nbytes * 7 // 8
+        if self._tier.writes.left < self._unpaid:
+            return []
+        return self._catalog.leaving(self._number, self._arena.used_bytes - mark)
+
+    async def _refill(self) -> None:
         """Move waiting parts into the queue, each behind its missing ancestors, while they fit."""
+        moved = 0
         while self._waiting:
-            name = next(iter(self._waiting))
+            name, since = next(iter(self._waiting.items()))
             chain = self._catalog.missing_chain(name, self._number, self._queued)
-            if not all(self._enqueue(missing) for missing in reversed(chain)):
-                return
-            del self._waiting[name]
+            if self._begun.get(name) in chain:  # it was queued, and dropped: so it would be again
+                self._forget(name)
+                self._count(1, "headless")
+                continue
+            lot = chain[-_SLICE:]  # the heads; the rest in the next turn
+            for missing in reversed(lot):
+                if not self._enqueue(missing, since):
+                    return
+                self._begun = {name: missing}
+            if len(lot) == len(chain):
+                self._forget(name)
             if not chain and self._catalog.gone(name):
-                self._metrics.add("dropped_spills", tier=self._tier.name, reason="evicted")
+                self._count(1, "evicted")
+            moved += 1 + len(lot)
+            if moved > _SLICE:
+                moved = 0
+                await asyncio.sleep(0)
 
-    def _enqueue(self, name: RecordId) -> bool:
+    def _enqueue(self, name: RecordId, since: float) -> bool:
         """Hold a part and queue it; False when the queue is full."""
         row = self._catalog.hold_for_spill(name, self._number)
         if row == NO_ROW:
@@ -137,55 +205,62 @@ class Spiller:
             stored_sum=raw_sum,
         )
         write = Write(header, self._arena.view(slot.offset, slot.nbytes))
-        self._queue.append(_Job(row, part, write))
+        self._queue.append(_Job(row, part, write, since))
         self._queued[name] = None
-        self._dropped.pop(name, None)
         self._queued_bytes += nbytes
         return True
+
+    def _let_go(self, jobs: Sequence[_Job]) -> None:
+        """Give back the slots of jobs that have ended."""
+        for job in jobs:
+            self._queued_bytes -= job.part.nbytes
+            del self._queued[job.part.name]
+        self._catalog.release_rows(job.row for job in jobs)
 
     async def _drain(self) -> None:
         try:
             while self._queue:
-                jobs = self._batch()
-                try:
-                    async with self._strays.changing:
+                async with self._strays.changing:  # what waits for it is in the queue, and expires
+                    jobs = self._batch()
+                    try:
                         await self._write(jobs)
-                except Exception:  # noqa: BLE001  (a defect must not keep slots)
-                    _log.exception("%s: parts are not written down", self._tier.name)
-                    self._drop(jobs, "failed")
-                finally:
-                    for job in jobs:
-                        self._queued_bytes -= job.part.nbytes
-                        del self._queued[job.part.name]
-                    self._catalog.release_rows(job.row for job in jobs)
-                self._refill()
+                    except Exception:  # noqa: BLE001  (a defect must not keep slots)
+                        _log.exception("%s: parts are not written down", self._tier.name)
+                        self._count(len(jobs), "failed")
+                    finally:
+                        self._let_go(jobs)
+                await asyncio.sleep(0)  # nothing may have been waited for
+                await self._refill()
         finally:
             self._task = None
-            self._dropped.clear()
 
     def _batch(self) -> list[_Job]:
         """Take the next jobs off the queue: a fraction of the budget, or room would cost all."""
         capacity = self._catalog.capacity(self._number)
         left = _BATCH_BYTES if capacity is None else min(_BATCH_BYTES, capacity // 8)
-        jobs = [self._queue.popleft()]
-        while self._queue and (left := left - jobs[-1].part.nbytes) > self._queue[0].part.nbytes:
+        jobs: list[_Job] = []
+        while self._queue and len(jobs) < _BATCH_PARTS:
+            nbytes = self._queue[0].part.nbytes
+            if jobs and left <= nbytes:
+                break
+            left -= nbytes
             jobs.append(self._queue.popleft())
         return jobs
 
     async def _write(self, jobs: list[_Job]) -> None:
         """Write jobs, making room as the tier asks for it; what still fails is dropped."""
-        jobs = self._headed(jobs)
-        room, extra = self._sizes(jobs), 0
+        extra = 0
         for _ in range(_FULL_TRIES):
+            jobs = self._paid(self._fit(jobs))  # before room is made, which would cost others
             if not jobs:
                 return
-            await self._make_room(jobs, room, extra)
-            jobs = self._fitting(self._headed(jobs))
+            await self._make_room(jobs, {} if extra else self._sizes(jobs), extra)
+            jobs = self._fitting(self._fit(jobs))
             full = self._settle(jobs, await self._send(jobs))
             if not full:
                 return
-            jobs, room, extra = full, {}, max(len(full), self._lot(full[0]))
-        self._drop(jobs, "full")
+            jobs, extra = full, max(len(full), self._lot(full[0]))
+        self._count(len(jobs), "full")
         if len(self._strays):
             await self._strays.delete({})
 
@@ -206,28 +281,36 @@ class Spiller:
                 self._settled(job, status)
         return list(again.values())
 
-    def _drop(self, jobs: Sequence[_Job], reason: str) -> None:
-        """Count parts that are not written; what hangs under them will not be kept either."""
-        if jobs:
-            self._dropped |= dict.fromkeys(job.part.name for job in jobs)
-            while len(self._dropped) > _DROPPED_NAMES:  # their children were queued long ago
-                del self._dropped[next(iter(self._dropped))]
-            self._metrics.add("dropped_spills", len(jobs), tier=self._tier.name, reason=reason)
+    def _count(self, parts: int, why: str) -> None:
+        """Count parts that are not written."""
+        if parts:
+            self._metrics.add("dropped_spills", parts, tier=self._tier.name, reason=why)
 
-    def _headed(self, jobs: list[_Job]) -> list[_Job]:
-        """Return the jobs whose parent was not dropped, nor they withdrawn; drop the others.
+    def _fit(self, jobs: Sequence[_Job]) -> list[_Job]:
+        """Return the jobs that may be written; drop the others.
 
         Before room is made: it would be made of heads, for tails that are not kept.
         """
-        kept: list[_Job] = []
-        for job in jobs:
-            if job.part.parent in self._dropped:
-                self._drop([job], "failed")
-            elif not self._catalog.in_dram(job.row):
-                self._drop([job], "withdrawn")
-            else:
-                kept.append(job)
-        return kept
+        late = self._clock() - LATE_SECONDS
+        timely = [job for job in jobs if job.since >= late]
+        self._count(len(jobs) - len(timely), "deadline")
+        unfit = self._catalog.unfit([job.row for job in timely], self._number)
+        for why in unfit.values():
+            self._count(1, why)
+        return [job for job in timely if job.row not in unfit]
+
+    def _paid(self, jobs: list[_Job]) -> list[_Job]:
+        """Return the jobs, ancestors first, that the write budget pays for; drop the others."""
+        jobs, rest = self._split(jobs, self._tier.writes.left)
+        self._unpaid = self._tier.footprint(rest[0].part.nbytes) if rest else 0
+        self._count(len(rest), "budget")
+        return jobs
+
+    def _split(self, jobs: list[_Job], nbytes: float) -> tuple[list[_Job], list[_Job]]:
+        """Return as many jobs, from the first, as so many bytes are enough for; and the rest."""
+        sizes = [self._tier.footprint(job.part.nbytes) for job in jobs]
+        count = bisect.bisect_right(list(itertools.accumulate(sizes)), nbytes)
+        return jobs[:count], jobs[count:]
 
     def _lot(self, job: _Job) -> int:
         """Return how many parts to evict at a time: each lot costs a durable Store a commit."""
@@ -240,17 +323,14 @@ class Spiller:
         spare = self._catalog.spare(self._number)
         if spare is None:
             return jobs
-        spare -= self._strays.nbytes
-        sizes = [self._tier.footprint(job.part.nbytes) for job in jobs]
-        count = bisect.bisect_right(list(itertools.accumulate(sizes)), spare)
-        self._drop(jobs[count:], "full")
-        jobs, sizes = jobs[:count], sizes[:count]
-        owners = (job.part.owner for job in jobs)
-        over = self._catalog.over_ceilings(self._number, zip(owners, sizes, strict=True))
+        jobs, rest = self._split(jobs, spare - self._strays.nbytes)
+        self._count(len(rest), "full")
+        sizes = [(job.part.owner, self._tier.footprint(job.part.nbytes)) for job in jobs]
+        over = self._catalog.over_ceilings(self._number, sizes)
         if not any(over):
             return jobs
-        self._drop([job for job, above in zip(jobs, over, strict=True) if above], "quota")
-        return self._headed([job for job, above in zip(jobs, over, strict=True) if not above])
+        self._count(sum(over), "quota")
+        return self._fit([job for job, above in zip(jobs, over, strict=True) if not above])
 
     def _settled(self, job: _Job, status: Status) -> None:
         """Note a part's outcome.
@@ -259,12 +339,14 @@ class Spiller:
         keep the head in DRAM, as the last copy of it, for ever.
         """
         charged = self._tier.footprint(job.part.nbytes)
-        kept = status is Status.OK and job.part.parent not in self._dropped
-        if kept and self._catalog.written(job.row, self._number, charged):
-            self._strays.forget(job.part.name)
-        else:
+        why = "failed"
+        if status is Status.OK:
+            why = self._catalog.written(job.row, self._number, charged)
+        if why:
             self._strays.note(job.part.name, charged)
-            self._drop([job], "failed")
+            self._count(1, why)
+        else:
+            self._strays.forget(job.part.name)
 
     async def _send(self, jobs: list[_Job]) -> list[Status]:
         """Write with as many calls in parallel as the Store takes, in runs of the order."""

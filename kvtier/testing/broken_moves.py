@@ -196,9 +196,9 @@ def count_parts_as_chunks() -> list[Patch]:
 def queue_a_spill_without_a_hold() -> list[Patch]:
     enqueue, batch = Spiller._enqueue, Spiller._batch
 
-    def broken(self: Spiller, name: RecordId) -> bool:
+    def broken(self: Spiller, name: RecordId, since: float) -> bool:
         before = len(self._queue)
-        fitted = enqueue(self, name)
+        fitted = enqueue(self, name, since)
         if len(self._queue) > before:
             self._catalog.release_rows((self._queue[-1].row,))
         return fitted
@@ -268,9 +268,9 @@ def believe_in_every_delete() -> list[Patch]:
 def wait_for_what_was_evicted() -> list[Patch]:
     enqueue = Spiller._enqueue
 
-    def broken(self: Spiller, name: RecordId) -> bool:
+    def broken(self: Spiller, name: RecordId, since: float) -> bool:
         before = len(self._queue)
-        fitted = enqueue(self, name)
+        fitted = enqueue(self, name, since)
         return fitted and len(self._queue) > before
 
     def stuck(self: Catalog, name: RecordId, tier: int, queued: Any) -> list[RecordId]:

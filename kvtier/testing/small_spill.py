@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
@@ -10,7 +11,8 @@ from kvtier.catalog.catalog import Part
 from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
 from kvtier.identity.record import RecordId
-from kvtier.testing.small_catalog import LMDB, PART_BYTES, SmallCatalog
+from kvtier.testing.small_catalog import LMDB, PART_BYTES, Clock, SmallCatalog
+from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.store import Capabilities, Status, Write
 
 __all__ = ["FOOTPRINT", "Disk", "SmallSpill"]
@@ -34,8 +36,9 @@ class Disk:
     available = True
     THREADS = 1
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
         self.store = self
+        self.writes = WriteBudget(math.inf, clock)
         self.fate: dict[RecordId, list[Status]] = {}
         self.kept: dict[RecordId, None] = {}
         self.calls: list[list[RecordId]] = []
@@ -52,6 +55,7 @@ class Disk:
         """Keep records, or not, as they are fated."""
         names = [write.header.id for write in writes]
         self.calls.append(names)
+        self.writes.spend(sum(self.footprint(one.header.stored_bytes) for one in writes))
         await self.gate.wait()
         if self.error is not None:
             raise self.error
@@ -74,16 +78,17 @@ class SmallSpill:
     def __init__(self, slots: int = 16, capacity: int | None = None) -> None:
         self.small = SmallCatalog(slots, capacity)
         self.catalog = self.small.catalog
-        self.disk = Disk()
+        self.disk = Disk(self.small.clock)
         tier: Any = self.disk
         self.strays = Strays(tier)
+        small = self.small
         self.spiller = Spiller(
-            self.catalog, self.small.arena, LMDB, tier, self.small.metrics, self.strays
+            self.catalog, small.arena, LMDB, tier, small.metrics, self.strays, small.clock
         )
 
-    def offer(self, parts: Sequence[Part]) -> None:
-        """Offer parts, on the running loop."""
-        self.spiller.offer([part.name for part in parts])
+    async def offer(self, parts: Sequence[Part]) -> None:
+        """Offer parts."""
+        await self.spiller.offer([part.name for part in parts])
 
     def spill(self, *lots: Sequence[Part]) -> None:
         """Save and offer parts, and return when nothing waits; a lot after the other."""
@@ -91,7 +96,7 @@ class SmallSpill:
         async def scene() -> None:
             for parts in lots:
                 self.small.save(parts)
-                self.offer(parts)
+                await self.offer(parts)
                 await self.spiller.drained()
 
         asyncio.run(scene())

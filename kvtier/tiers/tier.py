@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
@@ -17,6 +18,7 @@ from kvtier.identity.record import CODEC_RAW, Header, RecordId, checksum
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow, IoPool
 from kvtier.tiers.breaker import Breaker
+from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.store import Read, Status, Store, Write
 
 __all__ = ["Fetched", "Tier", "Wanted"]
@@ -49,7 +51,7 @@ class Fetched(NamedTuple):
 class Tier:
     """One tier below DRAM. Its coroutines run on the Flow; none raises for a fault below.
 
-    admission: ``through`` writes every chunk down, ``second-touch`` those used again.
+    admission: which parts it takes, see Admission. writes: how much may be sent to the Store.
     """
 
     def __init__(
@@ -61,10 +63,12 @@ class Tier:
         clock: Clock,
         *,
         admission: str = "through",
+        writes: WriteBudget | None = None,
     ) -> None:
         self.name = name
         self.store = store
         self.admission = admission
+        self.writes = writes or WriteBudget(math.inf, clock)
         self._flow = flow
         self._metrics = metrics
         self._clock = clock
@@ -106,9 +110,13 @@ class Tier:
         return out
 
     async def write(self, records: Sequence[Write]) -> list[Status]:
-        """Write records. The payloads are the call's until this returns."""
+        """Write records. The payloads are the call's until this returns.
+
+        What is sent to the Store is taken from the write budget, also when it fails there.
+        """
         failed = [Status.FAILED] * len(records)
-        out = await self._call(self.store.write_many, list(records), failed)
+        sent = sum(self.footprint(record.header.stored_bytes) for record in records)
+        out = await self._call(self.store.write_many, list(records), failed, sent)
         written = sum(
             record.header.stored_bytes
             for status, record in zip(out, records, strict=True)
@@ -141,6 +149,11 @@ class Tier:
             full = lot is not None and len(lot) == most
             yield lot
 
+    def figures(self) -> None:
+        """Set the gauges. From any thread."""
+        if math.isfinite(self.writes.a_day):
+            self._metrics.set("write_budget_bytes", self.writes.left, tier=self.name)
+
     def close(self) -> None:
         """End the threads and close the Store, both bounded. Blocks."""
         self._pool.close(_CLOSE_SECONDS)
@@ -154,10 +167,11 @@ class Tier:
         closer.close(1.0)
 
     async def _call(
-        self, call: Callable[[list[A]], list[T]], items: list[A], failed: list[T]
+        self, call: Callable[[list[A]], list[T]], items: list[A], failed: list[T], sent: int = 0
     ) -> list[T]:
         """Run a batch in the pool; answer `failed` when the breaker is open or the call raises.
 
+        sent: bytes of the write budget that it takes.
         Cancelling this does not stop the call, and it is counted until it ends.
         """
         if not items:
@@ -168,6 +182,7 @@ class Tier:
             return failed
         if not self._breaker.allow():
             return failed
+        self.writes.spend(sent)
         self._calls += 1
         serial = self._calls
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Callable, Collection, Iterator
@@ -184,7 +185,7 @@ class Engines:
         tiers = tuple(
             parse_tier(tier)
             if isinstance(tier, str)
-            else TierConfig("disk", "", capacity, store=tier)
+            else TierConfig("disk", "", capacity, "through", store=tier, write_budget=math.inf)
             for tier in below
         )
         cache = kvtier.Cache(Config(chunks * CHUNK_BYTES, tiers), namespace, clock=clock)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.spill import Spiller
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.toy import BLOCK, CHUNK, CHUNK_BYTES, prompt
@@ -131,6 +132,7 @@ def test_settled_one_by_one_they_would_be_orphans_after_a_restart(engines, new_d
         return full
 
     monkeypatch.setattr(Spiller, "_settle", alone)
+    monkeypatch.setattr(Catalog, "_unfit", lambda self, row, tier, fit: "")
     disk, tokens = FullAt(), prompt(4 * CHUNK + 1)
     toy = engines(disk)
     save(toy, tokens[:-1], 4 * CHUNK)
@@ -142,7 +144,7 @@ def test_settled_one_by_one_they_would_be_orphans_after_a_restart(engines, new_d
 
 def test_room_made_for_a_tail_that_is_not_kept_would_cost_the_head(engines, disk, monkeypatch):
     """The twin: what hangs under a dropped chunk makes room for itself before it is dropped."""
-    monkeypatch.setattr(Spiller, "_headed", lambda self, jobs: jobs)
+    monkeypatch.setattr(Spiller, "_fit", lambda self, jobs: jobs)
     toy = engines(disk, chunks=40, capacity=ROOM * disk.footprint(CHUNK_BYTES))
     save(toy, prompt(TOKENS), TOKENS)
     engines.close(toy)

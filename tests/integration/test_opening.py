@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.catalog.spill import Spiller
 from kvtier.config import Config, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.identity.record import Header, checksum
@@ -152,24 +151,4 @@ def test_a_part_whose_write_fails_takes_its_children_along(bad):
     assert sorted(header.depth for header in disk.scan()) == sorted(
         [*range(bad), *(3 * [0, 1, 2, 3])]
     )
-    toy.close()
-
-
-def test_what_is_remembered_of_failed_writes_is_bounded(monkeypatch):
-    monkeypatch.setattr("kvtier.catalog.spill._DROPPED_NAMES", 2)
-    toy = opened(Disk())
-    spiller = toy.cache._moves._spillers[1]
-    most = []
-    drop = Spiller._drop
-
-    def counted(self, jobs, reason):
-        drop(self, jobs, reason)
-        most.append(len(spiller._dropped))
-
-    monkeypatch.setattr(Spiller, "_drop", counted)
-    monkeypatch.setattr(Disk, "_write", lambda self, header, data: Status.FAILED)
-    toy.save("a", prompt(257)[:256])
-    assert toy.cache.metrics.get("dropped_spills", reason="failed") == 4
-    assert max(most) == 2
-    assert not spiller._dropped, "nor is it kept once the queue is empty"
     toy.close()

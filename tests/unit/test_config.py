@@ -81,7 +81,7 @@ WRONG_URLS = {
     "infinite capacity": ("lmdb:/kv?capacity=infGiB", "is not a size"),
     "duration without unit": ("s3://b?capacity=1TiB&read_timeout=5", "5"),
     "unknown admission": (LMDB + "&admission=second_touch", "did you mean 'second-touch'?"),
-    "empty admission": (LMDB + "&admission=", "choose from: second-touch, through"),
+    "empty admission": (LMDB + "&admission=", "choose from: auto, on-evict, second-touch, through"),
     "empty option": (LMDB + "&durability=", "durability"),
     "option twice": (LMDB + "&capacity=2GiB", "given twice"),
     "empty option twice": (LMDB + "&durability=&durability=", "given twice"),

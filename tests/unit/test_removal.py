@@ -173,7 +173,7 @@ def test_a_spill_under_way_does_not_bring_it_back(small):
     row = small.catalog.hold_for_spill(parts[0].name, LMDB)
     withdraw(small, parts)
     assert small.save(parts) == 1
-    assert not small.catalog.written(row, LMDB, PART_BYTES)
+    assert small.catalog.written(row, LMDB, PART_BYTES) == "withdrawn"
     small.catalog.release_rows([row])
     assert small.catalog._shelves[LMDB].used == 0
     assert small.found(parts) == [DRAM]
