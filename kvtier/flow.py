@@ -304,7 +304,7 @@ class Moves:
                 await asyncio.sleep(0)
 
     async def reap(self) -> None:
-        """End leases, parts and what waits to be written at their deadlines, while the loop runs."""
+        """End leases, parts and waiting writes at their deadlines, for as long as the loop runs."""
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
             self._catalog.expire()

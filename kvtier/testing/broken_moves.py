@@ -122,7 +122,9 @@ def lose_the_coalesced_waiter() -> list[Patch]:
     return [(Fetcher, "_end", broken)]
 
 
-@_takes_away("two fetches of one part share one read", "KeyError|slot|holds|order|to be saved")
+@_takes_away(
+    "two fetches of one part share one read", "KeyError|slot|holds|order|to be saved|bytes"
+)
 def read_twice_what_two_fetch() -> list[Patch]:
     hold = Catalog.hold_for_fetch
 

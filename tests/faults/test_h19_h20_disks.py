@@ -17,6 +17,7 @@ from kvtier.testing.toy import BLOCK, CHUNK, CHUNK_BYTES, GEOMETRY, Toy, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
 MIB = 1 << 20
+ALL = "admission=through&write_budget=unlimited"
 
 
 def taken(folder) -> int:
@@ -50,14 +51,14 @@ def test_whatever_fails_the_budget_of_a_tier_holds(engines, faulty_at, kind):
 
 
 def test_eight_threads_at_full_speed_never_exceed_the_capacity(tmp_path):
-    """Through a Cache, with no further option; the directory is looked at all the while."""
+    """Through a Cache that writes all it can; the directory is looked at all the while."""
     capacity, size = 24 * MIB, 64 * CHUNK
     geometry = kvtier.Geometry(
         (kvtier.Component(layers=8, heads=4, head_size=16),), block_tokens=(BLOCK,)
     )
     namespace = kvtier.Namespace("larger", geometry)
     folder = tmp_path / "kv"
-    cache = kvtier.open("dram:32MiB", f"lmdb:{folder}?capacity=24MiB", namespace=namespace)
+    cache = kvtier.open("dram:32MiB", f"lmdb:{folder}?capacity=24MiB&{ALL}", namespace=namespace)
     samples, done = [], threading.Event()
 
     def sample() -> None:

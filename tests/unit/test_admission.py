@@ -190,7 +190,7 @@ def test_what_hangs_under_a_part_leaves_before_it():
     branch = branch._replace(parent=parts[0].name, depth=1)
     small.save([*parts, branch, *chain(2, seed=2)])
     leaving = small.catalog.leaving(LMDB, 4 * PART_BYTES)
-    assert leaving == [branch.name, parts[2].name, parts[1].name, parts[0].name]
+    assert leaving == [part.name for part in (parts[2], parts[1], branch, parts[0])]
     assert small.save(chain(4, seed=3)) == 4
     assert small.found([*parts]) == []
     assert small.found(chain(2, seed=2)) == [0, 0], "it told the truth"
