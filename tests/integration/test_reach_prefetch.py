@@ -132,7 +132,7 @@ def test_without_the_bound_prefetches_would_take_dram_from_fetches(toy, gate, mo
 def test_a_prefetch_is_no_second_touch(toy):
     """What is brought up on a guess was not used, and is not offered to slower tiers for it."""
     offered = []
-    toy.cache._moves.offer = offered.append
+    toy.cache._moves.used = offered.append
     prefetch(toy).result(10)
     assert offered == []
     match = toy.cache.match(TOKENS)

@@ -113,15 +113,15 @@ class Walk:
             described = self.catalog.describe(row)
             assert described.part.name == name
             assert described.slot == self.index.slot(row)
-            self.spills.append((row, tier, described.part))
+            self.spills.append((row, tier))
 
     def stored(self) -> None:
-        for row, tier, part in self.pick(self.spills):
+        for row, tier in self.pick(self.spills):
             self.make_room(tier, row)
             shelf = self.room.shelves[tier]
             room = shelf.capacity is None or shelf.used + PART_BYTES <= shelf.capacity
-            if self.catalog.in_dram(row) and room:
-                self.catalog.stored(part, tier, PART_BYTES)
+            if room:
+                self.catalog.written(row, tier, PART_BYTES)
             self.catalog.release_rows((row,))
 
     def make_room(self, tier: int, row: int) -> None:
@@ -292,7 +292,7 @@ class Walk:
         holds.update(filling)
         holds.update(index.parent[row] for row in filling if index.parent[row] != NO_ROW)
         holds.update(self.fetches)
-        holds.update(row for row, _, _ in self.spills)
+        holds.update(row for row, _ in self.spills)
         assert {row: index.holds[row] for row in rows if index.holds[row]} == +holds
         assert index.held_rows == len(+holds)
         slots = {row for row in rows if index.serial[row]}
