@@ -51,6 +51,7 @@ class CommandGroup(click.Group):
     lazy={
         "bench": "kvtier.cli.bench:bench",
         "doctor": "kvtier.cli.doctor:doctor",
+        "plan": "kvtier.cli.plan:plan",
         "replay": "kvtier.cli.replay:replay",
         "sim": "kvtier.cli.sim:sim",
     },

@@ -1,0 +1,151 @@
+"""``kvtier plan``: how much GPU memory is left for KV, and what a cache below it would bring."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from kvtier.errors import unknown
+from kvtier.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from kvtier.planning.curve import Curve
+    from kvtier.planning.sizing import Budget
+
+__all__ = ["plan"]
+
+_GB: Final = 10**9
+
+
+@click.command("plan")
+@click.argument("model")
+@click.option("--gpu-memory", metavar="SIZE", required=True, help="Of one GPU, such as 80GB.")
+@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="How many.")
+@click.option("--weights", metavar="TYPE", default="bf16", show_default=True, help="fp32 to fp4.")
+@click.option("--kv", metavar="TYPE", default="fp16", show_default=True, help="fp32 to fp4.")
+@click.option("--activations", metavar="SIZE", help="A GPU; estimated unless given.")
+@click.option("--overhead", metavar="SIZE", help="A GPU: context, graphs; estimated unless given.")
+@click.option(
+    "--trace",
+    type=click.Path(path_type=Path),
+    help="Recorded requests, for the hit rate of caches of all sizes.",
+)
+@click.option(
+    "--block-size",
+    type=click.IntRange(min=1),
+    default=512,
+    show_default=True,
+    help="Tokens of a block of the trace.",
+)
+@click.option(
+    "--warmup",
+    type=click.FloatRange(0, 1, max_open=True),
+    default=0.5,
+    show_default=True,
+    help="Fraction of the trace that only fills the cache.",
+)
+@click.option("--json", "json_file", metavar="FILE", help="Write the report; - is stdout.")
+def plan(model: str, json_file: str | None, **options: Any) -> int:
+    """Say how GPU memory divides between weights and KV, and what a larger cache would bring.
+
+    MODEL is a name of the table (a wrong one names the nearest) or a config.json. With --trace,
+    the hit rate of a cache of each size is replayed, beside the optimum, with the size from which
+    on doubling it gains less than one point. The exit status is 1 when the model does not fit.
+    """
+    from kvtier.cli.progress import progress
+    from kvtier.planning.curve import curve
+    from kvtier.planning.models import model_size
+    from kvtier.planning.sizing import budget
+    from kvtier.planning.trace import read_trace
+
+    found = budget(model_size(model), _setting(options))
+    drawn: Curve | None = None
+    if options["trace"] is not None:
+        trace = read_trace(options["trace"], options["block_size"])
+        with progress() as tell:
+            warmup = options["warmup"]
+            drawn = curve(trace, found.bytes_per_token, found.tokens, warmup=warmup, tell=tell)
+    report = _encoded(found, drawn)
+    if json_file == "-":
+        click.echo(report.decode())
+    else:
+        _show(found, drawn)
+        if json_file is not None:
+            Path(json_file).write_bytes(report + b"\n")
+    return 0 if found.fits else 1
+
+
+def _setting(options: dict[str, Any]) -> Any:
+    from kvtier.planning.sizing import PRECISIONS, Setting
+
+    for name in ("weights", "kv"):
+        if options[name] not in PRECISIONS:
+            raise unknown(f"precision of --{name}", options[name], PRECISIONS)
+    given = {
+        name: parse_bytes(options[name])
+        for name in ("activations", "overhead")
+        if options[name] is not None
+    }
+    return Setting(
+        gpu_memory=parse_bytes(options["gpu_memory"]),
+        gpus=options["gpus"],
+        weights=options["weights"],
+        kv=options["kv"],
+        **given,
+    )
+
+
+def _encoded(found: Budget, drawn: Curve | None) -> bytes:
+    import msgspec
+
+    report = {"budget": found, "curve": drawn}
+    return msgspec.json.format(msgspec.json.encode(report), indent=2)
+
+
+def _show(found: Budget, drawn: Curve | None) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    rows = (
+        ("GPU memory", found.gpu_memory, f"{found.gpus} x" if found.gpus > 1 else ""),
+        ("- weights", -found.weights, ""),
+        ("- activations", -found.activations, ""),
+        ("- overhead", -found.overhead, "driver, graphs, collectives, fragments"),
+        ("= KV", found.kv, "" if found.fits else "the model does not fit"),
+    )
+    console.print(f"{found.model}", style="bold")
+    for name, value, note in rows:
+        console.print(f"  {name:14} {value / _GB:9.1f} GB  {note}".rstrip())
+    console.print(f"  KV of a token  {format_bytes(found.bytes_per_token)} = {found.formula}")
+    if found.fits:
+        console.print(f"  at most        {found.tokens:,} tokens of KV at a time in GPU memory")
+    if drawn is not None:
+        _show_curve(console, drawn)
+
+
+def _show_curve(console: Console, drawn: Curve) -> None:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{drawn.trace}: hit rate, % of prompt tokens",
+        title_justify="left",
+    )
+    table.add_column("cache of", justify="right")
+    for name in ("LRU", "optimum"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    rows = [("GPU memory alone", drawn.hbm), *((format_bytes(p.nbytes), p) for p in drawn.points)]
+    for name, point in rows:
+        knee = point is not drawn.hbm and point.nbytes == drawn.knee
+        note = "the knee: doubling it gains less than 1 point" if knee else ""
+        table.add_row(name, f"{point.hit_rate:.1f}", f"{point.optimum:.1f}", note)
+    table.add_row("no bound", f"{drawn.ceiling:.1f}", f"{drawn.ceiling:.1f}", "")
+    console.print(table)
+    counted = f"the last {100 * (1 - drawn.warmup):g}%" if drawn.warmup else "all"
+    console.print(f"of {counted} of {drawn.requests:,} requests; all tiers together as one cache")

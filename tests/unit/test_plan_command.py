@@ -1,0 +1,146 @@
+"""``kvtier plan``: the memory left for KV, by the published sizes of models, and bad input."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvtier.cli.main import run
+from kvtier.errors import ConfigError
+from kvtier.planning.models import MODELS, model_size
+from kvtier.planning.sizing import PRECISIONS, Setting, budget
+
+GPU = 80 * 10**9
+CONFIG = {
+    "num_hidden_layers": 80,
+    "hidden_size": 8192,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28_672,
+    "vocab_size": 128_256,
+}
+
+
+def planned(**setting):
+    return budget(MODELS["llama-3-70b"], Setting(GPU, **setting))
+
+
+def test_a_70b_model_on_one_gpu():
+    """Two bytes a weight do not fit, one leaves 2 GB, half of one 37 GB: over 100,000 tokens."""
+    assert not planned(weights="bf16").fits
+    assert planned(weights="fp8").kv / 1e9 == pytest.approx(2, abs=0.2)
+    found = planned(weights="fp4")
+    assert found.kv / 1e9 == pytest.approx(37, abs=0.5)
+    assert found.bytes_per_token == 320 * 1024
+    assert 100_000 < found.tokens < 120_000
+    assert [planned(weights="fp4", kv=kv).bytes_per_token // 1024 for kv in ("fp8", "fp4")] == [
+        160,
+        80,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [  # as their publishers count them
+        ("smollm2-135m", 0.1345),
+        ("llama-3.2-1b", 1.236),
+        ("llama-3-8b", 8.03),
+        ("llama-3-70b", 70.6),
+        ("llama-3-405b", 405.9),
+        ("mistral-7b", 7.24),
+        ("qwen2.5-72b", 72.7),
+    ],
+)
+def test_parameters_follow_from_the_sizes(name, billions):
+    assert MODELS[name].weights / 1e9 == pytest.approx(billions, rel=0.003)
+
+
+def test_memory_adds_up_over_all_gpus():
+    for gpus in (1, 2, 8):
+        found = planned(gpus=gpus, weights="fp8")
+        parts = found.weights + found.activations + found.overhead + found.kv
+        assert parts == found.gpu_memory == gpus * GPU
+    given = planned(weights="fp4", activations=10**9, overhead=2 * 10**9)
+    assert (given.activations, given.overhead) == (10**9, 2 * 10**9)
+
+
+def test_a_config_file_is_read_like_the_table(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for path in (tmp_path, tmp_path / "config.json"):
+        found = model_size(str(path))
+        assert found.weights == MODELS["llama-3-70b"].weights
+        assert found.kv_elements == MODELS["llama-3-70b"].kv_elements
+    latent = CONFIG | {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": latent}))
+    assert model_size(str(tmp_path)).kv_elements == 80 * 576
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"vocab_size": "many"}, "vocab_size must be a whole number, not 'many'"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be"),
+        ({"hidden_size": None}, "hidden_size must be a whole number, not None"),
+        ({"num_key_value_heads": 7}, "64 heads do not share 7 KV heads"),
+        ({"intermediate_size": 0}, "every size must be at least 1"),
+        ({"kv_lora_rank": 512}, "qk_rope_head_dim must be"),
+    ],
+)
+def test_a_config_that_contradicts_itself_is_refused(tmp_path, change, says):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG | change))
+    with pytest.raises(ConfigError, match=says):
+        model_size(str(path))
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("llama-3-70",), "did you mean 'llama-3-70b'"),
+        (("no-such.json",), "cannot read no-such.json"),
+        (("llama-3-8b", "--weights", "fp5"), "precision of --weights 'fp5'"),
+        (("llama-3-8b", "--kv", "bf17"), "precision of --kv 'bf17'"),
+        (("llama-3-8b", "--gpu-memory", "80"), "no known unit"),
+        (("llama-3-8b", "--gpus", "0"), "gpus"),
+        (("llama-3-8b", "--overhead", "much"), "much"),
+        (("llama-3-8b", "--trace", "no-such"), "cannot read no-such"),
+    ],
+)
+def test_bad_input_is_one_clear_error(capsys, args, says):
+    assert run(["plan", "--gpu-memory", "80GB", *args]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_model_that_does_not_fit_is_said_so(capsys):
+    assert run(["plan", "llama-3-70b", "--gpu-memory", "80GB"]) == 1
+    assert "the model does not fit" in capsys.readouterr().out
+
+
+def test_the_report_says_where_more_stops_paying(tmp_path, capsys):
+    """Sixteen prompts in turn, each of its own two blocks: only a cache of all of them hits."""
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {
+            "timestamp": n,
+            "input_length": 8,
+            "output_length": 1,
+            "hash_ids": [2 * (n % 16), 2 * (n % 16) + 1],
+        }
+        for n in range(64)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    report = tmp_path / "report.json"
+    command = ["plan", "llama-3-8b", "--gpu-memory", "80GB", "--trace", str(path)]
+    assert run([*command, "--block-size", "4", "--json", str(report)]) == 0
+    assert "the knee" in capsys.readouterr().out
+    found = json.loads(report.read_text())["curve"]
+    rates = {point["tokens"]: point["hit_rate"] for point in found["points"]}
+    assert rates[16 * 8] == found["ceiling"] == 100
+    assert rates[8 * 8] == 0
+    assert found["knee"] == 16 * 8 * 131_072
+    assert all(point["optimum"] >= point["hit_rate"] for point in found["points"])
+
+
+def test_every_precision_is_between_half_a_byte_and_four():
+    assert all(0.5 <= size <= 4 for size in PRECISIONS.values())
