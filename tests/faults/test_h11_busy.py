@@ -56,9 +56,9 @@ def test_a_pool_that_is_held_whole_answers_and_recovers(engines, disk, holder, m
     asked = []
     hold = Catalog.hold_for_fetch
 
-    def counted(self, *args):
+    def counted(self, *args, **kwargs):
         asked.append(len(args[0]))
-        return hold(self, *args)
+        return hold(self, *args, **kwargs)
 
     monkeypatch.setattr(Catalog, "hold_for_fetch", counted)
     for _ in range(3):

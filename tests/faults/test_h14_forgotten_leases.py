@@ -55,6 +55,20 @@ def plan_too_late(toy, match):
     assert toy.cache.plan_load(lease, list(range(TOKENS // BLOCK))) is None
 
 
+def pin_and_forget(toy, match):
+    toy.cache.pin(match, seconds=TTL, timeout=5)
+
+
+def pin_and_release(toy, match):
+    pin = toy.cache.pin(match, seconds=TTL, timeout=5).result(5)
+    assert pin.chunks == PINNED
+    pin.release()
+
+
+def prefetch_and_forget(toy, match):
+    toy.cache.prefetch(match, base=1.0, per_1024_tokens=1.0)
+
+
 def ask_and_end(toy, match):
     assert toy.connector.match("r", match.prefix.tokens, 0).tokens == TOKENS
     toy.connector.finish("r")
@@ -74,6 +88,9 @@ WAYS = [
     fetch_and_abandon,
     release_too_late,
     plan_too_late,
+    pin_and_forget,
+    pin_and_release,
+    prefetch_and_forget,
     ask_and_end,
     ask_and_vanish,
 ]

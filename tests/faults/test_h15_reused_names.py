@@ -19,6 +19,8 @@ def asked(toy, tokens, identity=None):
 
 
 def saved(toy, tokens, identity=None):
+    """Compute and save, once no save before reads the blocks any more."""
+    toy.until(lambda update: not toy.connector.saving("r"))
     toy.compute(tokens, range(len(tokens) // BLOCK))
     toy.connector.save("r", tokens, list(range(len(tokens) // BLOCK)), identity)
 
