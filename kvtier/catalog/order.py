@@ -50,7 +50,7 @@ class Order:
         self._spare = spare
         self._size = size
         self._queues: dict[tuple[int, int], _Queue] = {}
-        self._first: dict[int, None] = {}  # a stack: what hangs under a row lies above it
+        self._first: OrderedDict[int, None] = OrderedDict()  # a stack: children above parents
         self._parked: dict[int, None] = {}
         self._stuck: dict[int, None] = {}  # parked, since this is the last copy of a parent
         self._count = 0
@@ -177,28 +177,36 @@ class Order:
 
     def _expendable(self, share: int | None, by: int) -> Iterator[int]:
         """Yield the rows that leave first, each after what hangs under it."""
+        while self._first:
+            row = next(reversed(self._first))
+            if not self._may_take(row, share, by):
+                break
+            yield from self._expendable_at(row, share, by)
+        for row in reversed(list(self._first)):  # the last one is somebody's who keeps it
+            yield from self._expendable_at(row, share, by)
+
+    def _expendable_at(self, row: int, share: int | None, by: int) -> Iterator[int]:
+        """Yield what hangs under a row, the row, and those above it that leave first, too."""
         index, tier = self._index, self._tier
         bit = 1 << tier
-        for first in reversed(list(self._first)):
-            row = first
-            while row in self._first and self._may_take(row, share, by):
-                below = (
-                    child
-                    for child in (index.children_of(row) if index.kids[tier][row] else ())
-                    if index.present[child] & bit and not index.parked[child] & bit
-                )
-                child = next(below, NO_ROW)
-                if child != NO_ROW:
-                    self.expend(child)
-                    row = child
-                    continue
-                above = index.parent[row]
-                if index.leaf(row, tier):
-                    yield row
-                else:
-                    del self._first[row]
-                    self._park(row)
-                row = above
+        while row in self._first and self._may_take(row, share, by):
+            below = (
+                child
+                for child in (index.children_of(row) if index.kids[tier][row] else ())
+                if index.present[child] & bit and not index.parked[child] & bit
+            )
+            child = next(below, NO_ROW)
+            if child != NO_ROW:
+                self.expend(child)
+                row = child
+                continue
+            above = index.parent[row]
+            if index.leaf(row, tier):
+                yield row
+            else:
+                del self._first[row]
+                self._park(row)
+            row = above
 
     def _bring_back(self, rows: Sequence[int]) -> None:
         """Let those parts leave in their turn again that would leave before, or had to stay."""
