@@ -6,9 +6,10 @@ match     512 chunks with their names given, beside 512 bare dict look-ups among
           each turn has names of its own, made anew, so that neither has their hashes or warms
           the other's cache. touch is the marking as used that a match puts off
 lease     lease and release of 512 parts in DRAM
-evict     reserve of one chunk in a full DRAM, which takes out one part, the mean of many; in the
-          ordinary order, a thousand chains whose parents are all older than their children, and
-          the oldest quarter of the parts leased
+evict     reserve of one chunk in a full DRAM, which takes out one part: the mean while one part in
+          a hundred is replaced, what the first has to do included. In the ordinary order, with a
+          thousand chains whose parents are all older than their children, with the oldest quarter
+          of the parts leased, and with half of them outside of every window
 memory    Python's bytes for a part, with DRAM and two slower tiers: by tracemalloc, and by the
           resident memory of a fresh process; once for parts in a slower tier, once in DRAM
 
@@ -45,7 +46,7 @@ SIZES = (10_000, 100_000, 1_000_000)
 CHAIN = 1_000
 CHUNKS = 512
 ROUNDS = 101
-EVICTIONS = 1_000
+REPLACED = 100
 LOWER = 1
 SUM = bytes(16)
 SHAPE = chunk_shape(Geometry((Component(layers=1, heads=1, head_size=8),), chunk_tokens=256))
@@ -177,19 +178,28 @@ def quarter_leased(bench: Bench, size: int) -> None:
         bench.lease([[one.name] for one in parts])
 
 
+def half_outgrown(bench: Bench, size: int) -> None:
+    """Fill DRAM prompt by prompt, and say of half that it lies outside of every window now."""
+    for parts in chains(size):
+        bench.save(parts)
+    for parts in chains(size // 2):
+        bench.catalog.outgrown([one.name for one in parts])
+
+
 ORDERS = {
     "ordinary": ordinary,
     "parents_older": parents_older,
     "quarter_leased": quarter_leased,
+    "half_outgrown": half_outgrown,
 }
 
 
 def evict(size: int, order: str) -> dict[str, float]:
-    """Return microseconds for one part to leave a full DRAM: the mean of many, and the most."""
+    """Return microseconds for one part to leave a full DRAM, while one in a hundred does."""
     bench = Bench(size)
     ORDERS[order](bench, size)
     each = []
-    for number in range(EVICTIONS):
+    for number in range(size // REPLACED):
         fresh = part(size + number, 0)
         seconds, (taken, _) = timed(lambda fresh=fresh: bench.catalog.reserve([[fresh]]))
         bench.catalog.commit(fresh.name, taken[0][1], SUM)
