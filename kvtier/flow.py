@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from kvtier.catalog.catalog import LOT, Catalog, Found, Part
+from kvtier.catalog.explain import ago
 from kvtier.catalog.fetch import Fetcher
 from kvtier.catalog.lease import Lease
 from kvtier.catalog.probe import Probe, search
@@ -122,7 +123,7 @@ class Moves:
             raw_sum = await self._flow.io(self._hashing, checksum, data)
         except Exception as error:  # noqa: BLE001  (no memory, no thread: the slot must come back)
             self._report.warn("save", f"{type(error).__name__}: {error}")
-            self._catalog.abort(name, slot)
+            self._catalog.abort(name, slot, "failed")
             return "failed"
         return "" if self._catalog.commit(name, slot, raw_sum) else "orphan"
 
@@ -172,6 +173,16 @@ class Moves:
     def worth_asking(self, name: RecordId) -> bool:
         """Say whether a shared tier may have a part that the index does not know."""
         return bool(self._shared) and self._probe.due(name)
+
+    def asked(self, name: RecordId) -> str:
+        """Tell whether the shared tiers were asked for a part that the index does not know."""
+        shared = ", ".join(tier.name for tier in self._shared.values())
+        seconds = self._probe.asked(name)
+        if not shared:
+            return ""
+        if seconds is None:
+            return f" {shared} was not asked yet; a fetch asks."
+        return f" {shared} had it not when asked {ago(seconds)}."
 
     async def fetch(
         self,

@@ -13,12 +13,14 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvtier.catalog.catalog import LOT
+from kvtier.catalog.explain import ChunkPlace, End, Explanation, PartPlace, find_end
 from kvtier.catalog.sweep import Removed
 from kvtier.depot import Depot
 from kvtier.errors import ConfigError, MisuseError
+from kvtier.identity.geometry import Geometry
 from kvtier.identity.keys import TokenIds
 from kvtier.identity.namespace import Namespace, Request
-from kvtier.identity.record import KEY_BYTES
+from kvtier.identity.record import KEY_BYTES, Part
 from kvtier.prefix import Namer, Prefix
 from kvtier.seams import CancelledError
 
@@ -26,6 +28,7 @@ __all__ = ["Removed", "Upkeep"]
 
 _CLEAR_SECONDS: Final = 30.0
 _PURGE_SECONDS: Final = 600.0
+_LOOKED_AT: Final = 64  # chunks that explain looks at under one lock
 
 
 def _untold(parts: int) -> None:
@@ -43,6 +46,7 @@ class Upkeep:
         self._catalog = depot.catalog
         self._moves = depot.moves
         self._namer = namer
+        self._labels = [_label(namespace.geometry, part) for part in namer.shape.names]
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
@@ -118,6 +122,31 @@ class Upkeep:
         self._check()
         return self._depot.flush(timeout)
 
+    def explain(self, tokens: TokenIds | Prefix, *, request: Request | None = None) -> Explanation:
+        """Say for each chunk of a prompt where it is, or why it is not. Print what it returns.
+
+        That is where to look when hits are few: it names the chunk that ends the match, and
+        whether that was evicted, lost, cleared, never saved, or never seen. Of what left the last
+        8192 parts are known. Memory only; nothing counts as used.
+        """
+        self._check()
+        prefix = tokens if isinstance(tokens, Prefix) else self._namer.prefix(tokens, request, None)
+        shape, names = self._namer.shape, prefix.names
+        chunks: list[ChunkPlace] = []
+        for start in range(0, len(names), _LOOKED_AT):  # engine threads want the Catalog's lock
+            some = names[start : start + _LOOKED_AT]
+            chunks += self._catalog.places(some, self._labels, shape, start)
+        usable, end = find_end(shape, chunks, prefix.limit)
+        if self.bypass:
+            usable, end = 0, End(0, "the namespace goes without its cache.")
+        elif end.chunk is not None and any(not part.tiers for part in chunks[end.chunk].parts):
+            end = End(end.chunk, end.why + self._moves.asked(names[end.chunk][0]))
+        if len(prefix.tokens) > len(names) * shape.chunk_tokens:
+            rest = PartPlace("", (), reason="incomplete")
+            first, stop = len(names) * shape.chunk_tokens, len(prefix.tokens)
+            chunks.append(ChunkPlace(len(names), first, stop, (rest,)))
+        return Explanation(len(prefix.tokens), usable, end, tuple(chunks))
+
     def figures(self) -> dict[str, float]:
         """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""
         self._check_process()
@@ -189,6 +218,14 @@ class Upkeep:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise MisuseError("a cache does not cross fork; open one in the child")
+
+
+def _label(geometry: Geometry, part: Part) -> str:
+    """Return the name of a part, as people are told it."""
+    label = geometry.components[part.component].name
+    if part.shards > 1:
+        label += f" shard {part.shard}"
+    return f"{label} stage {part.stage}" if part.stages > 1 else label
 
 
 def _check_first(first: object) -> None:

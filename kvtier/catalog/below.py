@@ -301,14 +301,14 @@ class Below:
             if not index.present[row] & 1 << tier:
                 self._room.enter(row, tier, charged)
 
-    def lost(self, row: int, tier: int) -> bool:
-        """Note that a tier does not have a part after all, or has it spoilt.
+    def lost(self, row: int, tier: int, why: str = "lost") -> bool:
+        """Note that a tier does not have a part after all, or, where `why` says so, has it spoilt.
 
         False when it was withdrawn meanwhile, and so is no more said to be there.
         """
         with self._lock:
             there = bool(self._index.present[row] & 1 << tier)
-            self._room.leave(row, tier)
+            self._room.leave(row, tier, why)
             return there
 
     # ---- room
@@ -356,7 +356,7 @@ class Below:
         with self._lock:
             shares = range(len(self._owners.quotas))
             rows = itertools.chain.from_iterable(self._room.victims(tier, one) for one in shares)
-            return [self._take_out(row, tier) for row in itertools.islice(rows, LOT)]
+            return [self._take_out(row, tier, "cleared") for row in itertools.islice(rows, LOT)]
 
     def _by_share(self, nbytes: Mapping[int, int]) -> dict[int, int]:
         shares: dict[int, int] = {}
@@ -388,7 +388,7 @@ class Below:
             victims.append(self._take_out(row, tier))
         return row != NO_ROW
 
-    def _take_out(self, row: int, tier: int) -> Victim:
+    def _take_out(self, row: int, tier: int, why: str = "evicted") -> Victim:
         victim = Victim(row, self._index.names[row], self._index.charged[tier][row])
-        self._room.leave(row, tier)
+        self._room.leave(row, tier, why)
         return victim

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.catalog.below import LOT, Part, Victim
+from kvtier.catalog.explain import ChunkPlace, Glance
+from kvtier.catalog.gone import Gone
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease, Leases, LeaseState
 from kvtier.catalog.owners import Owners, Quota
@@ -56,7 +58,7 @@ class Catalog(Removal):
         metrics: Metrics,
         quotas: Mapping[str, Quota] | None = None,
     ) -> None:
-        super().__init__(Room(arena, shelves, metrics, Owners(quotas)), clock, metrics)
+        super().__init__(Room(arena, shelves, metrics, Owners(quotas), Gone(clock)), clock, metrics)
         self.silent: Callable[[], int] = _nobody
         self._pid = os.getpid()
         self._leases = Leases(self._room, clock, metrics)
@@ -257,6 +259,9 @@ class Catalog(Removal):
                 count, ends = count + 1, chunk
             if taken:  # or what a long answer adds would be as old as its beginning
                 room.touch([row for end in ends for row in self._index.line(find(end.name))])
+            for part in itertools.chain.from_iterable(lacking[count:]):
+                if lacks(part):
+                    room.gone.note(part.name, "busy")
             room.unhold(kept)
             return taken, len(lacking) - count
 
@@ -288,13 +293,15 @@ class Catalog(Removal):
             above = self._index.parent[row]
             if above != NO_ROW and not self._index.present[above]:
                 self._room.abort(row)
+                self._room.gone.note(name, "orphan")
                 return False
             return self._room.publish(row, raw_sum)
 
-    def abort(self, name: RecordId, slot: Slot) -> None:
+    def abort(self, name: RecordId, slot: Slot, why: str = "copy") -> None:
         """Take back a reserved slot whose bytes never became whole."""
         with self._lock:
             self._room.abort(self._room.reserved(name, slot))
+            self._room.gone.note(name, why)
 
     def outgrown(self, names: Iterable[RecordId]) -> None:
         """Let parts leave first that lie outside every window now, until they are used again."""
@@ -305,7 +312,27 @@ class Catalog(Removal):
                     if row != NO_ROW and self._index.present[row] & 1 << tier:
                         shelf.order.expend(row)
 
-    # ---- figures
+    # ---- explain, figures
+
+    def places(
+        self, names: Sequence[Sequence[RecordId]], labels: Sequence[str], shape: Shape, first: int
+    ) -> list[ChunkPlace]:
+        """Return where the parts of chunks from `first` on are. Nothing counts as used.
+
+        labels: of the parts of a chunk.
+        """
+        with self._lock:
+            now, silent, size = self._clock(), self.silent(), shape.chunk_tokens
+            glance = Glance(self._room, self._leases.pins, silent, now)
+            return [
+                ChunkPlace(
+                    chunk,
+                    chunk * size,
+                    (chunk + 1) * size,
+                    tuple(map(glance.at, parts, labels)),
+                )
+                for chunk, parts in enumerate(names, first)
+            ]
 
     def figures(self) -> None:
         """Set the gauges."""

@@ -24,6 +24,7 @@ from kvtier.tiers.tier import Tier, Wanted
 __all__ = ["Fetcher", "Prompt"]
 
 _log = logging.getLogger("kvtier")
+_WHY: Final = {Status.CORRUPT: "corrupt"}
 _CALL_BYTES: Final = 4 << 20  # small parts go together, large ones each to a thread of its own
 
 
@@ -158,7 +159,7 @@ class Fetcher:
                 elif not asked and outcome.status is Status.FAILED:
                     continue
                 # It must not fail twice, nor count as stored when it is computed anew.
-                elif self._catalog.lost(row, number):
+                elif self._catalog.lost(row, number, _WHY.get(outcome.status, "lost")):
                     self._strays[number].note(one.id, tier.footprint(one.raw_bytes))
 
     def _end(self, row: int, tier: int, raw_sum: bytes | None) -> None:

@@ -23,7 +23,7 @@ class Pins:
         """Parts that are pinned."""
         return len(self._rows)
 
-    def __contains__(self, row: int) -> bool:
+    def __contains__(self, row: object) -> bool:
         """Say whether a part is pinned."""
         return row in self._rows
 

@@ -52,6 +52,11 @@ class Probe:
         """Say whether it is worth asking for the part: it was not found missing just now."""
         return self._absent.get(name, 0.0) <= self._clock()
 
+    def asked(self, name: bytes) -> float | None:
+        """Return how many seconds ago the part was found missing, if that is known."""
+        until = self._absent.get(name)
+        return None if until is None else self._clock() - until + _TTL_SECONDS
+
     def missing(self, name: bytes) -> None:
         """Remember that the part was not there."""
         self._absent.pop(name, None)

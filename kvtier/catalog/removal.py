@@ -88,7 +88,7 @@ class Removal(Below):
             self._expiry.extend(name, NEVER)
             if row != NO_ROW:
                 count += self._room.known(row)
-                self._room.withdraw(row)
+                self._room.withdraw(row, reason)
         self._metrics.add("withdrawn_parts", count, reason=reason)
         return count, records
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvtier.catalog.gone import Gone
 from kvtier.catalog.index import DRAM, NO_ROW, Index
 from kvtier.catalog.order import Order
 from kvtier.catalog.owners import Owners
@@ -46,12 +47,18 @@ class Room:
     """The index, the arena and the shelves, kept in step with each other."""
 
     def __init__(
-        self, arena: Arena, shelves: Sequence[Shelf], metrics: Metrics, owners: Owners
+        self,
+        arena: Arena,
+        shelves: Sequence[Shelf],
+        metrics: Metrics,
+        owners: Owners,
+        gone: Gone,
     ) -> None:
         self.index = Index(len(shelves))
         self.arena = arena
         self.shelves = list(shelves)
         self.owners = owners
+        self.gone = gone
         self.withdrawn: dict[int, int] = {}  # rows whose slots are held still, by slot serial
         self._metrics = metrics
         self._touched: list[list[int]] = []
@@ -213,14 +220,14 @@ class Room:
                 for other in self.shelves:
                     other.order.revive(child)
 
-    def leave(self, row: int, tier: int) -> None:
+    def leave(self, row: int, tier: int, why: str = "evicted") -> None:
         """Take a part out of a tier's index, its slot with it; what hangs under it leaves next."""
-        if self._depart(row, tier):
+        if self._depart(row, tier, why):
             if tier == DRAM:
                 self._free(row)
             self.index.prune(row)
 
-    def _depart(self, row: int, tier: int) -> bool:
+    def _depart(self, row: int, tier: int, why: str) -> bool:
         """Make a part absent from a tier; False when it was not there."""
         index, shelf = self.index, self.shelves[tier]
         if not self._in(row, tier):
@@ -230,6 +237,8 @@ class Room:
         if tier != DRAM:
             shelf.used -= charged
             shelf.used_by[self.share(row)] -= charged
+        if not index.present[row]:
+            self.gone.note(index.names[row], why, shelf.name)
         if not index.present[row] and index.children[row]:
             for child in index.children_of(row):
                 for number, other in enumerate(self.shelves):
@@ -263,15 +272,17 @@ class Room:
         self._free(row)
         self.unhold(self._with_parent(row))
 
-    def withdraw(self, row: int) -> None:
+    def withdraw(self, row: int, why: str = "invalidated") -> None:
         """Make a part absent everywhere; whoever holds its slot keeps that until the hold ends.
 
         Such a row loses its name, so that the part can be saved anew meanwhile.
         """
         index = self.index
+        if self.known(row):
+            self.gone.note(index.names[row], why)
         index.hold(row, 1)  # it must outlive its tiers until the slot is dealt with
         for tier in range(len(self.shelves)):
-            self._depart(row, tier)
+            self._depart(row, tier, why)
         if index.serial[row]:
             self.withdrawn[index.serial[row]] = row
             if index.holds[row] > 1:

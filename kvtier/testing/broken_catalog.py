@@ -149,9 +149,9 @@ def free_an_aborted_slot_and_keep_it() -> list[Patch]:
 def free_an_evicted_slot_twice() -> list[Patch]:
     leave = Room.leave
 
-    def broken(self: Room, row: int, tier: int) -> None:
+    def broken(self: Room, row: int, tier: int, *why: str) -> None:
         slot = self.index.slot(row)
-        leave(self, row, tier)
+        leave(self, row, tier, *why)
         if slot.serial and not self.index.serial[row]:
             self.arena.free(slot)
 
@@ -162,10 +162,10 @@ def free_an_evicted_slot_twice() -> list[Patch]:
 def never_free_what_is_evicted() -> list[Patch]:
     leave = Room.leave
 
-    def broken(self: Room, row: int, tier: int) -> None:
+    def broken(self: Room, row: int, tier: int, *why: str) -> None:
         if tier == DRAM and self.index.serial[row]:
             self.index.set_slot(row, None)
-        leave(self, row, tier)
+        leave(self, row, tier, *why)
 
     return [(Room, "leave", broken)]
 
@@ -243,12 +243,12 @@ def let_a_reservation_evict_its_ancestors() -> list[Patch]:
 def charge_nothing_for_what_is_stored() -> list[Patch]:
     stored = Catalog.stored
 
-    def broken(self: Catalog, part: Any, tier: int, charged: int) -> None:
-        stored(self, part, tier, charged * 0)
+    def broken(self: Catalog, part: Any, tier: int, charged: int, *args: Any) -> None:
+        stored(self, part, tier, charged * 0, *args)
 
     return [(Catalog, "stored", broken)]
 
 
 @_takes_away("a part that a tier lost is dropped, so that it fails once", "second time|lacks")
 def keep_what_a_tier_lost() -> list[Patch]:
-    return [(Catalog, "lost", lambda _self, _row, _tier: None)]
+    return [(Catalog, "lost", lambda *_: None)]

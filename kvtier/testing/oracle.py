@@ -51,9 +51,9 @@ class Oracle:
         lost, stored = self._catalog.lost, self._catalog.stored
         last_copy, withdraw = self._catalog._room.last_copy, self._catalog._room.withdraw
 
-        def counted_lost(row: int, tier: int) -> bool:
+        def counted_lost(row: int, tier: int, why: str = "lost") -> bool:
             self.lost += 1
-            return lost(row, tier)
+            return lost(row, tier, why)
 
         def counted_stored(part: Part, tier: int, charged: int, *args: Any) -> None:
             row = self._index.find(part.name)
@@ -68,9 +68,9 @@ class Oracle:
         self._catalog.lost = counted_lost  # type: ignore[method-assign]
         self._catalog.stored = counted_stored  # type: ignore[assignment, method-assign]
 
-        def counted_withdraw(row: int) -> None:
+        def counted_withdraw(row: int, why: str = "invalidated") -> None:
             self.lost += 1
-            withdraw(row)
+            withdraw(row, why)
 
         self._catalog._room.last_copy = counted_last  # type: ignore[method-assign]
         self._catalog._room.withdraw = counted_withdraw  # type: ignore[method-assign]

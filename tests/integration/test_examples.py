@@ -11,6 +11,7 @@ EXAMPLES = {
     "01_open_a_cache.py": "the bytes are the same",
     "02_embed_in_an_engine.py": "computed 1040 tokens, then 16",
     "03_write_a_store.py": "ok and exact",
+    "04_explain.py": "Chunk 1 ends the match: invalidated just now.",
 }
 
 
