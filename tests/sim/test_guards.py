@@ -83,7 +83,7 @@ def test_the_tests_that_are_named_fail_without_the_guard():
     answer = subprocess.run(
         command, input=json.dumps(wanted), check=True, capture_output=True, text=True
     )
-    failed = json.loads(answer.stdout)
+    failed = dict(json.loads(line) for line in answer.stdout.splitlines())
     assert {name: test for name, test in failed.items() if test != wanted[name]} == {}
     assert failed.keys() == wanted.keys()
 

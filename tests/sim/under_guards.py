@@ -3,6 +3,8 @@
     python tests/sim/under_guards.py TEST... < NAMES     # the first that fails, for each guard
     python tests/sim/under_guards.py < JSON              # {guard: test}: whether that one fails
 
+It prints a line of JSON for each guard: its name, and the test's, or an empty one.
+
 Each guard is taken away in a forked process of its own, in which the tests run until one fails.
 """
 
@@ -14,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 from _pytest.runner import runtestprotocol
@@ -28,15 +31,15 @@ SECONDS = 2.0
 class UnderGuards:
     """Runs tests once for each guard. wanted: guards, with the tests to run; none for all."""
 
-    def __init__(self, wanted: Mapping[str, str | None]) -> None:
+    def __init__(self, wanted: Mapping[str, str | None], out: TextIO) -> None:
         self.wanted = wanted
-        self.failed: dict[str, str] = {}
+        self.out = out
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
         for guard, test in self.wanted.items():
             items = [item for item in session.items if test in (None, item.nodeid)]
-            self.failed[guard] = first_failure(guard, items)
+            print(json.dumps([guard, first_failure(guard, items)]), file=self.out, flush=True)
         return True
 
 
@@ -66,24 +69,22 @@ def failures(guard: str, items: Iterable[pytest.Item]) -> Iterator[str]:
                 yield item.nodeid
 
 
-def run(tests: Iterable[str], wanted: Mapping[str, str | None]) -> dict[str, str]:
-    """Return for each guard the name of the first test that fails; none is an empty name."""
-    plugin = UnderGuards(wanted)
+def run(tests: Iterable[str], wanted: Mapping[str, str | None]) -> None:
+    """Print for each guard, a line each, the first test that fails; none is an empty name."""
+    plugin = UnderGuards(wanted, sys.stdout)
     options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--rootdir", str(ROOT)]
     with contextlib.redirect_stdout(sys.stderr):
         pytest.main([*options, *(str(ROOT / test) for test in tests)], plugins=[plugin])
-    return plugin.failed
 
 
 def main() -> None:
     asked = sys.stdin.read()
-    wanted: dict[str, str | None]
     if sys.argv[1:]:
-        tests, wanted = sys.argv[1:], dict.fromkeys(asked.split())
-    else:
-        wanted = json.loads(asked)
-        tests = list(dict.fromkeys(str(test).partition("::")[0] for test in wanted.values()))
-    json.dump(run(tests, wanted) if tests else {}, sys.stdout, indent=1)
+        run(sys.argv[1:], dict.fromkeys(asked.split()))
+        return
+    wanted: dict[str, str] = json.loads(asked)
+    if wanted:
+        run(dict.fromkeys(test.partition("::")[0] for test in wanted.values()), wanted)
 
 
 if __name__ == "__main__":
