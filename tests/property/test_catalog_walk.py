@@ -88,21 +88,20 @@ class Walk:
         parts = self.head()
         known = [self.known(part.name) for part in parts]
         taken, missing = self.catalog.reserve([[part] for part in parts])
-        self.reserved += taken
+        self.reserved += [(part, slot, self.index.find(part.name)) for part, slot in taken]
         assert len(taken) + missing == known.count(False)
         wanted = [part for part, there in zip(parts, known, strict=True) if not there]
         assert [part for part, _ in taken] == wanted[: len(taken)]
 
     def commit(self) -> None:
-        for part, slot in self.pick(self.reserved):
-            row = self.index.find(part.name)
+        for part, slot, row in self.pick(self.reserved):
             above = self.index.parent[row]
             headless = above != NO_ROW and not self.index.present[above]
-            void = row in self.room.withdrawn
+            void = slot.serial in self.room.withdrawn
             assert self.catalog.commit(part.name, slot, SUM) is not (headless or void)
 
     def abort(self) -> None:
-        for part, slot in self.pick(self.reserved):
+        for part, slot, _ in self.pick(self.reserved):
             self.catalog.abort(part.name, slot)
 
     def spill(self) -> None:
@@ -187,7 +186,7 @@ class Walk:
     def issue(self) -> None:
         for lease in self.leases[-1:]:
             in_time = lease.held and lease.deadline > self.clock.now
-            assert self.catalog.issue(lease) is in_time
+            assert self.catalog.issue(lease, self.index.owner[lease.rows[0][0]]) is in_time
         self.expire()
 
     def settle(self) -> None:
@@ -209,7 +208,7 @@ class Walk:
 
     def fetched(self) -> None:
         for row in self.pick(self.reading):
-            good, void = self.rng.random() < 0.8, row in self.room.withdrawn
+            good, void = self.rng.random() < 0.8, self.index.serial[row] in self.room.withdrawn
             self.index.hold(row, 1)  # so that it can be looked at afterwards
             self.catalog.fetched(row, SUM if good else None)
             assert bool(self.index.present[row] & 1) == (good and not void)
@@ -284,11 +283,12 @@ class Walk:
 
     def recount(self) -> None:
         index, room = self.index, self.room
-        rows = list(index.rows.values())
+        nameless = [one for row in room.withdrawn.values() for one in index.line(row)]
+        rows = list(dict.fromkeys((*index.rows.values(), *nameless)))
         holds: Counter[int] = Counter()
         for lease in self.catalog._leases._all.values():
             holds.update(row for parts in lease.rows for row in parts)
-        filling = [index.find(part.name) for part, _ in self.reserved] + self.reading
+        filling = [row for _, _, row in self.reserved] + self.reading
         holds.update(filling)
         holds.update(index.parent[row] for row in filling if index.parent[row] != NO_ROW)
         holds.update(self.fetches)
@@ -297,7 +297,7 @@ class Walk:
         assert index.held_rows == len(+holds)
         slots = {row for row in rows if index.serial[row]}
         assert slots == {r for r in rows if index.present[r] & 1} | set(filling) | set(
-            room.withdrawn
+            room.withdrawn.values()
         )
         assert self.arena.slots_in_use == len(slots)
         assert all(self.arena.holds(index.slot(row)) for row in slots)
