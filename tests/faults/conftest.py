@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import threading
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -224,7 +225,8 @@ def engines() -> Iterator[Engines]:
 class Ranks:
     """An engine of several ranks and kinds of layers: each rank has tensors, and copies, its own.
 
-    What it computes of a block, or of a state, is one number that tells whose it is.
+    What it computes of a block, or of a state, is one number that follows from the tokens up to
+    there, and tells whose it is.
     """
 
     def __init__(
@@ -234,6 +236,7 @@ class Ranks:
         shards: int = 1,
         stages: int = 1,
         store: Store | None = None,
+        capacity: int | None = None,
         chunks: int = 16,
         most: int = 8,
     ) -> None:
@@ -242,7 +245,8 @@ class Ranks:
         self.ranks = [(shard, stage) for stage in range(stages) for shard in range(shards)]
         self.most, self.block = most, geometry.block_tokens[0]
         shape = chunk_shape(geometry, shards, stages)
-        tiers = () if store is None else (TierConfig("disk", "", None, "through", store=store),)
+        below = TierConfig("disk", "", capacity, "through", store=store)
+        tiers = () if store is None else (below,)
         config = Config(chunks * sum(map(slot_bytes_for, shape.nbytes)), tiers)
         namespace = kvtier.Namespace("ranks", geometry)
         self.cache = kvtier.Cache(config, namespace, shards=shards, stages=stages)
@@ -276,9 +280,11 @@ class Ranks:
         per_chunk = self.geometry.chunk_tokens // self.block
         return self.most * (1 if component.needs is Needs.LAST else per_chunk)
 
-    def _number(self, rank: int, component: int, place: int) -> int:
-        stage = self.ranks[rank][1]
-        return 1 + place + 100 * (self._owner[rank][component] + 10 * (stage + 3 * component))
+    def _number(self, rank: int, component: int, place: int, tokens: np.ndarray) -> int:
+        state = self.geometry.components[component].needs is Needs.LAST
+        end = (place + 1) * (self.geometry.chunk_tokens if state else self.block)
+        whose = (component, self._owner[rank][component], self.ranks[rank][1])
+        return zlib.crc32(tokens[:end].astype("<i4").tobytes() + bytes(whose)) & 0x7FFF
 
     def save(self, tokens: np.ndarray, absent: Collection[tuple[int, int]] = ()) -> list[int]:
         """Compute and save a prompt; return how many parts each rank was to copy.
@@ -289,7 +295,7 @@ class Ranks:
         for at, one in enumerate(self.geometry.components):
             for rank in range(len(self.ranks)):
                 for place in range(self._places(one)):
-                    self.kv[rank][at][:, :, place] = self._number(rank, at, place)
+                    self.kv[rank][at][:, :, place] = self._number(rank, at, place, tokens)
             places = range(self._places(one))
             tables.append([-1 if (at, place) in absent else place for place in places])
         plan = self.cache.plan_save(self.cache.prefix(tokens), tables)
@@ -323,8 +329,8 @@ class Ranks:
         self.cache.settle(plan, results[0])
         assert {(result.status, result.tokens) for result in results} == {(CopyStatus.OK, length)}
         for rank in range(len(self.ranks)):
-            for at, one in enumerate(self.geometry.components):
-                self._check(rank, at, one, length)
+            for at in range(len(self.geometry.components)):
+                self._check(rank, at, length, tokens)
         return length
 
     def _into(self, component: kvtier.Component, length: int) -> list[int]:
@@ -334,8 +340,9 @@ class Ranks:
         skipped = max(length - component.window, 0) // self.block if component.window else 0
         return [-1 if at < skipped else first + at for at in range(length // self.block)]
 
-    def _check(self, rank: int, at: int, component: kvtier.Component, length: int) -> None:
+    def _check(self, rank: int, at: int, length: int, tokens: np.ndarray) -> None:
         """Check each place: loaded ones hold what was computed, and the others were not touched."""
+        component = self.geometry.components[at]
         first = self._places(component)
         into = self._into(component, length)
         if component.needs is Needs.LAST:
@@ -344,7 +351,7 @@ class Ranks:
             right = {place: index for index, place in enumerate(into) if place >= 0}
         for place in range(first, 2 * first):
             found = np.unique(self.kv[rank][at][:, :, place]).tolist()
-            wanted = self._number(rank, at, right[place]) if place in right else 0xABAB
+            wanted = self._number(rank, at, right[place], tokens) if place in right else 0xABAB
             assert found == [wanted], (self.ranks[rank], component.name, place)
 
     def names(self, tokens: np.ndarray, chunk: int, **fields: int) -> list[RecordId]:
@@ -358,7 +365,9 @@ class Ranks:
         ]
 
     def close(self) -> None:
-        """Recount, and close everything."""
+        """Recount, and close everything, once."""
+        if self.cache._closed:
+            return
         try:
             self.recount.check_end()
         finally:
