@@ -278,7 +278,7 @@ class Below:
                 index.level[row],
             )
             namespace = self._owners.digests[part.owner]
-            return Described(part, namespace, index.slot(row), index.sums[row])
+            return Described(part, namespace, index.slot(row), index.sum_of(row))
 
     def tiers_of(self, row: int) -> list[int]:
         """Return the slower tiers that have the part, fastest first."""

@@ -7,6 +7,7 @@ see a headless tail. Not thread-safe: the Catalog holds its lock.
 
 from __future__ import annotations
 
+import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -21,6 +22,7 @@ NO_ROW: Final = -1
 DRAM: Final = 0
 """The tier number of DRAM; slower tiers follow in their order."""
 
+_SUM: Final = struct.Struct("16s")
 _slot: Final = partial(tuple.__new__, Slot)  # the class itself takes three times as long
 
 
@@ -33,7 +35,7 @@ class Index:
     def __init__(self, tiers: int) -> None:
         self.rows: dict[RecordId, int] = {}
         self.names: list[RecordId] = []
-        self.sums: list[bytes] = []  # raw checksum, known while in DRAM
+        self._sums = array("Q")  # raw checksums, two items each: as objects they take 57 bytes
         self.parent = array("i")
         self.depth = array("i")
         self.owner = array("H")  # the namespace, as a number
@@ -118,6 +120,15 @@ class Index:
         offsets, serials = map(self.offset.__getitem__, rows), map(self.serial.__getitem__, rows)
         fields = zip(offsets, map(size.__getitem__, raw), serials, strict=True)
         return list(map(_slot, fields))
+
+    def set_sum(self, row: int, raw_sum: bytes) -> None:
+        """Note the raw checksum of a part in DRAM, 16 bytes."""
+        _SUM.pack_into(self._sums, row * _SUM.size, raw_sum)
+
+    def sum_of(self, row: int) -> bytes:
+        """Return the raw checksum of a part in DRAM."""
+        found: bytes = _SUM.unpack_from(self._sums, row * _SUM.size)[0]
+        return found
 
     def children_of(self, row: int) -> Iterator[int]:
         """Yield the rows whose parent this is, present or not."""
@@ -226,7 +237,6 @@ class Index:
             if self.attached(row):
                 del self.rows[self.names[row]]
             self.names[row] = b""
-            self.sums[row] = b""
             self._free.append(row)
             row = above
 
@@ -255,7 +265,7 @@ class Index:
         else:
             row = len(self.names)
             self.names.append(name)
-            self.sums.append(b"")
+            self._sums.extend((0, 0))
             for column in (self.owner, self.level, self.present, self.parked, self.children):
                 column.append(0)
             for column in (self.holds, self.raw_bytes, self.offset, self.serial, self.depth):

@@ -261,7 +261,7 @@ class Room:
         if self.index.serial[row] in self.withdrawn:
             self.abort(row)
             return False
-        self.index.sums[row] = raw_sum
+        self.index.set_sum(row, raw_sum)
         self.enter(row, DRAM)
         self.unhold(self._with_parent(row))
         return True
