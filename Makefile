@@ -47,11 +47,13 @@ check: $(VENV)/.check-done  ## lint, formatting and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: setup  ## measure everything beside its limit, into bench-*.json (a quarter of an hour)
+bench: setup  ## measure everything beside its limit, into bench-*.json (half an hour)
 	@$(BIN)/kvtier bench shared-prefix --json bench-shared-prefix.json
 	$(BIN)/kvtier bench no-reuse --json bench-no-reuse.json
 	$(BIN)/python benchmarks/match.py --json bench-match.json
 	$(BIN)/python benchmarks/tiers.py --json bench-tiers.json
+	$(BIN)/python benchmarks/catalog.py --json bench-catalog.json
+	$(BIN)/python benchmarks/engine_step.py --json bench-engine-step.json
 
 sim: setup  ## 10,000 simulated schedules, and every guard taken away once, into sim.json
 	@$(BIN)/kvtier sim --schedules 10000 --sweep 100 --mutate all --json sim.json
