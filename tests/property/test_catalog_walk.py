@@ -47,7 +47,12 @@ class Walk:
         self.evicted: Counter[str] = Counter()
         self.floors = True
         leave = self.room.leave
-        self.room.leave = lambda row, tier: (self.expect_may_leave(row, tier), leave(row, tier))
+
+        def watched(row: int, tier: int, *why: str) -> None:
+            self.expect_may_leave(row, tier)
+            leave(row, tier, *why)
+
+        self.room.leave = watched
 
     def prompt(self, number: int) -> list[Part]:
         owner, level = self.rng.choice(self.owners), self.rng.choice((0, 0, 1))

@@ -48,8 +48,9 @@ def call(catalog, name):
         for one in inspect.signature(method).parameters.values()
         if one.default is inspect.Parameter.empty
     ]
-    keywords = {one.name: None for one in needed if one.kind is one.KEYWORD_ONLY}
-    return method(*[None] * (len(needed) - len(keywords)), **keywords)
+    values = {one.name: 1 if one.annotation == "int" else None for one in needed}
+    keywords = {one.name: values.pop(one.name) for one in needed if one.kind is one.KEYWORD_ONLY}
+    return method(*values.values(), **keywords)
 
 
 def test_there_are_calls():
