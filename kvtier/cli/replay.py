@@ -53,6 +53,7 @@ _MOST_POINTS: Final = 64
     help="Evict no block that another hangs under, as the live cache does; other simulators do.",
 )
 @click.option("--skip-bad", is_flag=True, help="Count bad lines instead of refusing the file.")
+@click.option("--plot", metavar="FILE.png", help="Draw the hit rate over the capacity.")
 @click.option("--json", "json_file", metavar="FILE", help="Write the report; - is stdout.")
 def replay(
     traces: tuple[Path, ...],
@@ -69,12 +70,16 @@ def replay(
     compared with; ``optimal`` knows the future, and no policy can exceed it; the ceiling is a
     tier without bounds.
     """
+    from kvtier.cli.plot import check_plot, draw
     from kvtier.cli.progress import progress
     from kvtier.planning.replay import chosen, encode
     from kvtier.planning.replay import replay as run
     from kvtier.planning.trace import read_trace
 
     names = chosen(policy)
+    plot = options["plot"]
+    if plot is not None:
+        check_plot(plot)
     block = _block_bytes(options["bytes_per_token"], block_size)
     sizes = _sizes(options["capacity_blocks"], options["capacity"], block)
     if not sizes and not options["sweep"]:
@@ -91,6 +96,8 @@ def replay(
             points = sorted({*sizes, *swept})
             servable = options["servable"]
             replays.append(run(trace, names, points, warmup=warmup, servable=servable, tell=tell))
+    if plot is not None:
+        draw(replays, Path(plot))
     if json_file == "-":
         click.echo(encode(replays).decode())
         return 0

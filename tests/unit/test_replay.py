@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 import zstandard
@@ -166,3 +168,26 @@ def test_files_that_are_no_traces(tmp_path, capsys):
     for path, says in ((empty, "has no requests"), (cut, "cannot read"), (tmp_path, "cannot read")):
         assert run(["replay", str(path), "--block-size", "4", "--capacity-blocks", "4"]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_plot_is_drawn(trace, tmp_path):
+    """In a process of its own: matplotlib keeps fonts open."""
+    path = tmp_path / "a.png"
+    command = [sys.executable, "-m", "kvtier", "replay", str(trace), "--block-size", "4", "--sweep"]
+    subprocess.run([*command, "--policy", "all", "--plot", str(path)], check=True, timeout=50)
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("a.txt", "draws .png"), ("no-such/a.png", "there is no folder")]
+)
+def test_a_plot_that_cannot_be_is_refused_before_the_work(trace, tmp_path, capsys, name, says):
+    command = ["replay", str(trace), "--sweep", "--block-size", "4"]
+    assert run([*command, "--plot", str(tmp_path / name)]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_without_matplotlib_the_remedy_is_named(trace, capsys, monkeypatch):
+    monkeypatch.setattr("kvtier.cli.plot.find_spec", lambda _: None)
+    assert run(["replay", str(trace), "--sweep", "--plot", "a.png"]) == 2
+    assert 'pip install "kvtier[plot]"' in capsys.readouterr().err

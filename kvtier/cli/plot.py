@@ -1,0 +1,69 @@
+"""Plots of replays: the hit rate of each policy over the capacity, below what is possible."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from kvtier.errors import ConfigError
+from kvtier.planning.replay import OPTIMAL
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from kvtier.planning.replay import Replay
+
+__all__ = ["check_plot", "draw"]
+
+_SUFFIXES: Final = (".png", ".svg", ".pdf")
+_INCHES: Final = (7.0, 4.5)
+_MARKS: Final = "osD^vP*X<>"
+
+
+def check_plot(path: str) -> None:
+    """Raise ConfigError when no plot can be drawn into this file."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError('--plot needs matplotlib: pip install "kvtier[plot]"')
+    if Path(path).suffix not in _SUFFIXES:
+        raise ConfigError(f"--plot draws {', '.join(_SUFFIXES)}, not {path!r}")
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"there is no folder for {path}")
+
+
+def draw(replays: Sequence[Replay], path: Path) -> None:
+    """Draw replays, one beside the other, into a file."""
+    from matplotlib.figure import Figure
+
+    width, height = _INCHES
+    figure = Figure((width * len(replays), height), dpi=120, layout="constrained")
+    panels = figure.subplots(1, len(replays), squeeze=False)[0]
+    for one, axes in zip(replays, panels, strict=True):
+        _panel(one, axes)
+    figure.savefig(path)
+
+
+def _panel(found: Replay, axes: Axes) -> None:
+    marks = itertools.cycle(_MARKS)
+    for policy in dict.fromkeys(one.policy for one in found.results):
+        points = [one for one in found.results if one.policy == policy]
+        best = policy == OPTIMAL
+        axes.plot(
+            [one.capacity_blocks for one in points],
+            [one.hit_rate_tokens for one in points],
+            label="optimum" if best else policy,
+            marker="" if best else next(marks),
+            color="black" if best else None,
+            linewidth=2 if best else 1.2,
+            markersize=4,
+        )
+    axes.axhline(found.ceiling.hit_rate_tokens, color="grey", linestyle="--", label="ceiling")
+    axes.set_xscale("log")
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"capacity, blocks of {found.block_tokens} tokens")
+    axes.set_ylabel("hit rate, % of prompt tokens")
+    axes.set_title(found.trace.split(".", maxsplit=1)[0])
+    axes.grid(visible=True, alpha=0.3)
+    axes.legend(fontsize="small", ncols=2)
