@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from kvtier.errors import unknown
+from kvtier.testing.broken_admission import ADMISSION
 from kvtier.testing.broken_catalog import CATALOG
 from kvtier.testing.broken_moves import MOVES
 from kvtier.testing.guards import Guard, guards
@@ -19,7 +20,7 @@ from kvtier.testing.mutation import Mutation
 
 __all__ = ["MUTATIONS", "chosen", "named", "removed"]
 
-MUTATIONS: Final = {mutation.name: mutation for mutation in (*CATALOG, *MOVES)}
+MUTATIONS: Final = {mutation.name: mutation for mutation in (*CATALOG, *MOVES, *ADMISSION)}
 
 
 def named(name: str) -> Mutation | Guard:

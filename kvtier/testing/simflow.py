@@ -8,8 +8,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Final, TypeVar
 
 from kvtier.errors import MisuseError
+from kvtier.identity.record import checksum
 from kvtier.seams import Future, IoPool
-from kvtier.testing.simloop import SimLoop
+from kvtier.testing.simloop import COMPUTES, SimLoop
 from kvtier.testing.simtask import SimTask
 
 __all__ = ["SimFlow"]
@@ -82,7 +83,8 @@ class SimFlow:
     async def io(self, pool: IoPool, call: Callable[..., T], *args: object) -> T:
         """Run a blocking call at seeded times; the pool's threads stay unused."""
         del pool
-        result: T = await self._loop.run_in_executor(None, call, *args)
+        sure = COMPUTES if call is checksum else None
+        result: T = await self._loop.run_in_executor(sure, call, *args)
         return result
 
     def close(self) -> None:

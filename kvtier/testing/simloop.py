@@ -31,11 +31,14 @@ from kvtier.testing.simtask import (
     where,
 )
 
-__all__ = ["SimLoop", "simulate"]
+__all__ = ["COMPUTES", "SimLoop", "simulate"]
 
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _DIGEST_BYTES: Final = 16
+
+COMPUTES: Final = object()
+"""In place of an executor, for a call that is slow at times and never hangs."""
 
 
 _DEFAULT: Final = Conditions()
@@ -143,12 +146,12 @@ class SimLoop(base_events.BaseEventLoop):
         """Run a blocking call: queued, started, effect, delivered, each at a seeded time.
 
         Cancelled while it is queued, the call never happens; once it has started, it does.
+        executor: COMPUTES for a call that cannot hang.
         """
-        del executor
         self._calls += 1
         self.calls_out += 1
         number, future = self._calls, self.create_future()
-        queued, running, delivery = self._io_times()
+        queued, running, delivery = self._io_times(hangs=executor is not COMPUTES)
 
         def start() -> None:
             if future.cancelled():
@@ -179,10 +182,11 @@ class SimLoop(base_events.BaseEventLoop):
         self.call_later(queued, start)
         return future
 
-    def _io_times(self) -> tuple[float, float, float]:
+    def _io_times(self, *, hangs: bool) -> tuple[float, float, float]:
         """Return how long a call is queued, and runs before its effect, and after it."""
         now, uniform = self.conditions, self._latency.uniform
         slow = self._latency.random() < now.slow_rate and self._now >= now.slow_from
+        slow &= hangs or not now.slow_from
         queued, before, after = (uniform(*now.io_seconds) / 3 for _ in range(3))
         if slow and self._latency.random() < 0.3:
             before = uniform(*now.slow_seconds)

@@ -31,6 +31,7 @@ class TierShape:
 
     bounded: the Store itself answers FULL, otherwise the Tier's count is all there is. durable:
     it survives a crash, but for what it had not synced. sync_every, ordered: see SimDisk.
+    writes: its write budget for a day, in such records; None for unlimited.
     """
 
     records: int | None
@@ -40,6 +41,7 @@ class TierShape:
     durable: bool = False
     sync_every: int = 1
     ordered: bool = True
+    writes: int | None = None
 
 
 # Kinds of worlds, and how many of a hundred are drawn.
@@ -89,7 +91,7 @@ class Scenario:
         crashes = tuple(rng.randint(50, 900) for _ in range(rng.choice((1, 2, 2))))
         drawn = cls(
             dram_slots=rng.randint(3, 7) * components * shards,
-            tiers=_tiers(rng),
+            tiers=_admitting(_tiers(rng), random.Random(f"{seed}/admission")),
             components=components,
             shards=shards,
             clients=rng.randint(5, 10),
@@ -152,6 +154,15 @@ def _trouble(rng: random.Random) -> Rates:
     if kind == 2:
         return Rates.all(rng.choice((0.01, 0.03)))
     return Rates(**{rng.choice(_KINDS): rng.choice((0.1, 0.3, 0.9))})
+
+
+def _admitting(tiers: tuple[TierShape, ...], rng: random.Random) -> tuple[TierShape, ...]:
+    """Let some run ahead of eviction, or by a budget, and let the budgets of some run out."""
+    modes = [(shape.admission, shape.admission, "on-evict", "auto") for shape in tiers]
+    return tuple(
+        replace(shape, admission=rng.choice(mode), writes=rng.choice((None, None, None, 6, 20)))
+        for shape, mode in zip(tiers, modes, strict=True)
+    )
 
 
 def _tiers(rng: random.Random) -> tuple[TierShape, ...]:

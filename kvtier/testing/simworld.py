@@ -7,6 +7,7 @@ process crashes, and another goes on with what the media still have.
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -35,6 +36,7 @@ from kvtier.testing.simhost import SharedMemory, write_as_another_host
 from kvtier.testing.simloop import SimLoop, simulate
 from kvtier.testing.simrest import Ending
 from kvtier.testing.simscenario import HANG_SECONDS, Scenario, TierShape
+from kvtier.testing.simspill import Meter, SpillWatch
 from kvtier.tiers.store import Store, Write
 
 __all__ = ["World", "run_world"]
@@ -70,12 +72,14 @@ class World:
         self._largest = max(chunk_shape(geometry, scenario.shards).nbytes) + HEADER_BYTES
         self.prompts = past.prompts if past is not None else _prompts(loop.rng("world"))
         self.stores: list[FaultyStore] = []
+        self.meters: list[Meter] = []
         self.ledgers: dict[int, Ledger] = {}
         settings = [self._open(number, one) for number, one in enumerate(scenario.tiers, 1)]
         config = Config(scenario.dram_slots * PAGE_BYTES, tuple(settings))
         flow = SimFlow(loop)
         self.cache = self.open_cache(config, namespace, flow)
         self.oracle = Oracle(self.cache, loop.time)
+        self.spills = SpillWatch(self.cache, loop.time)
         self.calls = past.calls if past is not None else 0
         self.saved_chunks = 0
         self.abandoned = 0
@@ -94,6 +98,9 @@ class World:
     def check(self) -> None:
         """Check everything that holds between any two steps."""
         self.oracle.check()
+        self.spills.check()
+        for meter in self.meters:
+            meter.check()
 
     def end(self) -> None:
         """Give back what outlives the loop."""
@@ -112,7 +119,9 @@ class World:
         if shape.durable:
             self.ledgers[number] = Ledger(store)
         self.stores.append(store)
-        return TierConfig("memory", "", capacity, shape.admission, store=store)
+        a_day = math.inf if shape.writes is None else shape.writes * self._largest
+        self.meters.append(Meter(store, a_day, self.loop.time))
+        return TierConfig("memory", "", capacity, shape.admission, store=store, write_budget=a_day)
 
     async def live(self) -> None:
         """Serve all requests, then wind down and check that nothing is left; or crash."""
