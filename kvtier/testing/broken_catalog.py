@@ -158,7 +158,7 @@ def free_an_evicted_slot_twice() -> list[Patch]:
     return [(Room, "leave", broken)]
 
 
-@_takes_away("a part that leaves DRAM gives its slot back", "belongs to no row|is in use")
+@_takes_away("a part that leaves DRAM gives its slot back", "belongs to no row|in use")
 def never_free_what_is_evicted() -> list[Patch]:
     leave = Room.leave
 

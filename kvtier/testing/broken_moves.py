@@ -244,7 +244,7 @@ def forget_what_a_store_may_still_have() -> list[Patch]:
     return [(Strays, "note", lambda _self, _name, _charged: None)]
 
 
-@_takes_away("what is evicted from a tier is deleted from its Store", _ASTRAY)
+@_takes_away("what is evicted from a tier is deleted from its Store", _ASTRAY + "|twice")
 def leave_victims_in_the_store() -> list[Patch]:
     async def broken(self: Strays, records: Mapping[RecordId, int]) -> None:
         del records

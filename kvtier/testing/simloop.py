@@ -26,6 +26,7 @@ from kvtier.testing.simtask import (
     Deadlock,
     Leak,
     Livelock,
+    SimError,
     SimFuture,
     SimTask,
     where,
@@ -215,6 +216,8 @@ class SimLoop(base_events.BaseEventLoop):
             while not future.done():
                 if deadline is not None and self._now >= deadline:
                     raise TimeoutError
+                if self._stopping:  # the run has failed elsewhere, and nothing moves any more
+                    raise SimError("the run ended while a call was blocked")
                 self._run_once()
         finally:
             if task is not None:
