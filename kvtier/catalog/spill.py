@@ -37,10 +37,10 @@ __all__ = ["Spiller"]
 
 _log = logging.getLogger("kvtier")
 _BATCH_BYTES: Final = 64 << 20
-_BATCH_PARTS: Final = 256
+_BATCH_PARTS: Final = 128  # as many as are seen to in half a millisecond
 _FULL_TRIES: Final = 8
 _WAITING_NAMES: Final = 1 << 16
-_SLICE: Final = 64  # parts between which other callbacks of the loop have their turn
+_SLICE: Final = 32  # parts between which other callbacks of the loop have their turn
 
 LATE_SECONDS: Final = 60.0
 """What waits for longer to be written is dropped. It may be used again, and is offered then."""
