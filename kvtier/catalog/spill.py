@@ -253,15 +253,16 @@ class Spiller:
         for _ in range(_FULL_TRIES):
             jobs = self._paid(self._fit(jobs))  # before room is made, which would cost others
             if not jobs:
-                return
+                break
             await self._make_room(jobs, {} if extra else self._sizes(jobs), extra)
             jobs = self._fitting(self._fit(jobs))
             full = self._settle(jobs, await self._send(jobs))
             if not full:
-                return
+                break
             jobs, extra = full, max(len(full), self._lot(full[0]))
-        self._count(len(jobs), "full")
-        if len(self._strays):
+        else:
+            self._count(len(jobs), "full")
+        if len(self._strays) and self._tier.available:  # or they are orphans after a restart
             await self._strays.delete({})
 
     def _settle(self, jobs: Sequence[_Job], statuses: Sequence[Status]) -> list[_Job]:

@@ -96,6 +96,11 @@ class FaultyAt(FaultyStore):
         self.writes += statuses.count(Status.OK)
         return statuses
 
+    def delete_many(self, ids: list[RecordId]) -> list[Status]:
+        self._asked = tuple(map(self._depth, ids))
+        self._aim(*self._asked)
+        return super().delete_many(ids)
+
     def _cut(self, answers: list[T]) -> list[T]:
         self._aim(*self._asked)
         return super()._cut(answers)
@@ -117,7 +122,6 @@ class FaultyAt(FaultyStore):
 
 @pytest.fixture
 def disk() -> Disk:
-    """Return a store in memory that outlives its caches."""
     return Disk()
 
 
@@ -133,13 +137,11 @@ def faulty_at() -> type[FaultyAt]:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Return a directory, not there yet, for an lmdb tier."""
     return tmp_path / "kv"
 
 
 @pytest.fixture
 def lmdb(folder: Path) -> str:
-    """Return the URL of an lmdb tier in that directory."""
     return f"lmdb:{folder}?capacity=64MiB"
 
 
@@ -388,9 +390,6 @@ def new_ranks() -> Iterator[Callable[..., Ranks]]:
     yield opened
     for one in found:
         one.close()
-
-
-# ----------------------------------------------------------------------------------------- words
 
 
 @pytest.fixture

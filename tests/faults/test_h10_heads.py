@@ -150,3 +150,20 @@ def test_room_made_for_a_tail_that_is_not_kept_would_cost_the_head(engines, disk
     engines.close(toy)
     again = engines(disk, chunks=40, recount=False)
     assert again.load("load", prompt(TOKENS + 1))[0] // CHUNK < ROOM - 1
+
+
+@pytest.mark.parametrize("kind", ["failed", "lost_ack"])
+@pytest.mark.parametrize("bad", range(3))
+def test_what_was_written_below_a_failed_chunk_is_gone_before_a_restart(
+    engines, faulty_at, kind, bad
+):
+    """Its records are deleted at once, and not only when room is needed."""
+    store = faulty_at(kind, {bad})
+    toy = engines(store)
+    save(toy, prompt(4 * CHUNK), 4 * CHUNK)
+    store.heal()
+    engines.close(toy)
+    assert sorted(header.depth for header in store.scan()) == list(range(bad))
+    again = engines(store)
+    assert again.cache.figures()["kvtier_orphan_parts"] == 0
+    assert again.load("load", prompt(4 * CHUNK + 1))[2]

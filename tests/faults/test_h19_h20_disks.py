@@ -13,6 +13,7 @@ import pytest
 import kvtier
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.faults import Rates
+from kvtier.testing.small_catalog import Clock
 from kvtier.testing.toy import BLOCK, CHUNK, CHUNK_BYTES, GEOMETRY, Toy, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
@@ -39,8 +40,10 @@ def test_whatever_fails_the_budget_of_a_tier_holds(engines, faulty_at, kind):
     """A store that knows no bound itself, and fails at every fourth depth: the cache counts."""
     store = faulty_at(kind, {2, 6})
     room = 20 * store.footprint(CHUNK_BYTES)
-    toy = engines(store, chunks=24, capacity=room)
+    clock = Clock()
+    toy = engines(store, chunks=24, capacity=room, clock=clock)
     for seed in range(15):
+        clock.now += 6.0  # what was left alone is tried again
         toy.save(f"save-{seed}", prompt(8 * CHUNK, seed))
         if seed % 5 == 4:
             toy.cache.clear("dram")
