@@ -5,7 +5,6 @@ Needs the extra ``engine`` (torch, gguf, tokenizers). Nothing else in kvtier imp
 
 from __future__ import annotations
 
-from kvtier.engine.attention import Span
 from kvtier.engine.checkpoint import Checkpoint, checkpoint_sha256, find_checkpoint, load_checkpoint
 from kvtier.engine.drafting import Drafter, prompt_lookup
 from kvtier.engine.engine import Engine
@@ -13,6 +12,7 @@ from kvtier.engine.hybrid import HybridConfig, HybridModel, Kind, random_hybrid
 from kvtier.engine.model import Model
 from kvtier.engine.plain import plain_prefill
 from kvtier.engine.request import Completion, Finish, Output, Sampling, Stats
+from kvtier.engine.spans import Span
 from kvtier.engine.tokenizer import Tokenizer
 from kvtier.engine.weights import LayerWeights, ModelConfig, Weights, random_weights
 

@@ -14,53 +14,23 @@ into chunks, on what else is in the step, or on how far the request's context re
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch.nn import functional
 
+from kvtier.engine.spans import Span
 from kvtier.engine.weights import ModelConfig
 
-__all__ = ["KEY_TILE", "QUERY_TILE", "Inputs", "PagedAttention", "Span", "StateCopy"]
+__all__ = ["KEY_TILE", "QUERY_TILE", "PagedAttention"]
 
 QUERY_TILE: Final = 8
 """Tokens of a query tile. Prefill is as fast with 8 as with 32, decode four times faster."""
 
 KEY_TILE: Final = 512
 """Keys of a key tile: kvSplitSize in torch's FlashAttentionKernel.cpp. A test shows if it moves."""
-
-
-Inputs = Callable[[torch.Tensor, int], torch.Tensor]
-"""From a token's embedding [hidden] and its position to what the layers see in its place [hidden]:
-an image, say, or the embedding as an adapter changes it. Bits must depend on these two alone."""
-
-
-StateCopy = tuple[int, int, int]
-"""A recurrent state to be copied: component, from slot, to slot."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The consecutive tokens of one request that a step computes.
-
-    tokens: their ids. start: position of the first. tables: for each component of the model, the
-    request's block table, which must reach to the last of them, or the slot of its state.
-    logits: how many of the last tokens need logits. inputs: what the layers see, if that is not
-    the tokens' own embeddings.
-    """
-
-    tokens: Sequence[int]
-    start: int
-    tables: Sequence[Sequence[int]]
-    logits: int = 1
-    inputs: Inputs | None = None
-
-    @property
-    def end(self) -> int:
-        """Position after the last token: the length of the context."""
-        return self.start + len(self.tokens)
 
 
 @dataclass(frozen=True, slots=True)

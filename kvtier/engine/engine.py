@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.connectors.base import Connector
-from kvtier.engine.attention import Inputs
 from kvtier.engine.drafting import Drafter, Drafting
 from kvtier.engine.request import Completion, Finish, Output, Request, Sampling
 from kvtier.engine.runner import AnyModel, Runner
 from kvtier.engine.scheduler import Scheduler, Work
+from kvtier.engine.spans import Inputs
 from kvtier.engine.tables import Pools, for_connector
 from kvtier.errors import ConfigError, MisuseError
 

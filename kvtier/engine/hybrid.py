@@ -16,10 +16,11 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvtier.engine.attention import QUERY_TILE, PagedAttention, Span
+from kvtier.engine.attention import QUERY_TILE, PagedAttention
 from kvtier.engine.latent import LatentWeights
 from kvtier.engine.model import ROW_TILE, Model, angles, turn
 from kvtier.engine.recurrent import Recurrence, recurrent_width
+from kvtier.engine.spans import Span
 from kvtier.engine.weights import LayerWeights, ModelConfig, Weights, random_weights
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Component, Needs

@@ -19,7 +19,8 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kvtier.engine.attention import QUERY_TILE, PagedAttention, Span, StateCopy
+from kvtier.engine.attention import QUERY_TILE, PagedAttention
+from kvtier.engine.spans import Span, StateCopy
 from kvtier.engine.weights import LayerWeights, Weights
 from kvtier.identity.geometry import Component
 

@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch.nn import functional
 
-from kvtier.engine.attention import Span
+from kvtier.engine.spans import Span
 
 __all__ = ["GATE_ROOT", "Recurrence", "recurrent_token", "recurrent_width"]
 

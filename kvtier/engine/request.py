@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.engine.attention import Inputs
 from kvtier.engine.blocks import chain_keys, root_key
+from kvtier.engine.spans import Inputs
 from kvtier.engine.tables import Table
 from kvtier.errors import ConfigError
 

@@ -5,15 +5,15 @@ It knows what it sampled last, so that a step can be scheduled before the schedu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from kvtier.engine.attention import Span, StateCopy
 from kvtier.engine.sampler import sample
 from kvtier.engine.scheduler import PENDING_TOKEN, Work
+from kvtier.engine.spans import Span, StateCopy
 from kvtier.engine.weights import ModelConfig
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Component, Needs
@@ -99,11 +99,10 @@ class Runner:
         }
         return tokens
 
-    def copy(self, copies: Iterable[StateCopy]) -> None:
+    def copy(self, copies: Sequence[StateCopy]) -> None:
         """Copy states from slot to slot."""
-        wanted = list(copies)
-        if wanted:
-            self._model.copy_states(wanted, self.kv)
+        if copies:
+            self._model.copy_states(copies, self.kv)
 
     def _known(self, item: Work) -> Span:
         """Put the last step's output where the scheduler did not know it."""

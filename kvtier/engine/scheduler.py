@@ -13,14 +13,14 @@ is dropped: its blocks belong to others by then.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from kvtier.connectors.base import Connector, Loaded, Update
-from kvtier.engine.attention import Span, StateCopy
 from kvtier.engine.drafting import Drafting
 from kvtier.engine.request import Phase, Request
+from kvtier.engine.spans import Span, StateCopy
 from kvtier.engine.tables import Pools, Table, for_connector
 
 __all__ = ["PENDING_TOKEN", "Scheduler", "Work"]
@@ -123,21 +123,23 @@ class Scheduler:
                 budget -= self._plan(request, budget, work)
         return work
 
-    def begin(self) -> Iterator[StateCopy]:
-        """Start the loads of the requests just admitted; yield the states they begin with.
+    def begin(self) -> list[StateCopy]:
+        """Start the loads of the requests just admitted; return the states that others begin with.
 
         To be called when no step is under way: what it still writes may be these blocks.
         """
+        copies: list[StateCopy] = []
         admitted, self._admitted = self._admitted, {}
         for request in admitted.values():
-            table = request.table
-            if table is None:
+            if request.table is None:
                 continue
-            yield from self._pools.restores(table)
-            if request.phase is Phase.LOADING and self.connector is not None:
+            if request.phase is Phase.RUNNING:
+                copies += self._pools.restores(request.table)
+            elif self.connector is not None:
                 end = request.computed + request.loading
-                places = self._pools.load_places(table, request.computed, end)
+                places = self._pools.load_places(request.table, request.computed, end)
                 self.connector.load(request.request_id, for_connector(places))
+        return copies
 
     def computed(self, work: Work, tokens: int) -> list[StateCopy]:
         """Take note of the tokens of a span that are computed and verified.

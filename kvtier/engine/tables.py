@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvtier.connectors.base import Places
-from kvtier.engine.attention import StateCopy
 from kvtier.engine.blocks import BlockPool
+from kvtier.engine.spans import StateCopy
 from kvtier.identity.geometry import Component, Needs
 
 __all__ = ["ABSENT", "Hit", "Pools", "Table", "for_connector"]

@@ -22,9 +22,9 @@ from kvtier.connectors.ranks import Channel, MappedArena, RankCopies, RankedPage
 from kvtier.copier import Pages
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import HybridConfig, Kind, ModelConfig, Span, random_hybrid
-from kvtier.engine.attention import StateCopy
 from kvtier.engine.ranks import RankModel
 from kvtier.engine.runner import Runner
+from kvtier.engine.spans import StateCopy
 from kvtier.identity.geometry import Component
 from kvtier.memory.arena import Arena
 

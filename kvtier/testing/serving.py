@@ -14,8 +14,8 @@ from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.base import Role
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import Completion, Engine, Model, ModelConfig, Sampling, random_weights
-from kvtier.engine.attention import Inputs
 from kvtier.engine.runner import AnyModel
+from kvtier.engine.spans import Inputs
 from kvtier.identity.record import RecordId
 from kvtier.identity.shape import chunk_shape
 from kvtier.memory.arena import slot_bytes_for

@@ -11,10 +11,11 @@ import torch
 
 from kvtier.connectors.base import MISS
 from kvtier.engine import Engine, HybridConfig, Kind, ModelConfig, Sampling, random_hybrid
+from kvtier.engine.tables import Pools
 from kvtier.identity.record import split_record_id
 from kvtier.testing.serving import CHUNK, Serving
 
-WINDOW = 40
+WINDOW = 48
 SAMPLING, LONG = Sampling(8), Sampling(60)
 MIXES = [
     (Kind.WINDOW, Kind.WINDOW),
@@ -252,3 +253,41 @@ def test_twin_a_window_that_lets_go_in_mid_save_spoils_what_is_saved(serving, mo
     lengths = (129, 193, 257)
     answers = [one.answer(prompt(300)[:length], SAMPLING).tokens for length in lengths]
     assert answers != [alone(kinds, prompt(300)[:length]) for length in lengths]
+
+
+def saved_again(one: Serving, monkeypatch) -> tuple[int, ...]:
+    """Save what a load brought, after it was lost everywhere; return an answer that rests on it."""
+    kinds = (Kind.WINDOW, Kind.FULL)
+    served(one, kinds, prompt(200))
+    for pool in one.engine.kv:
+        pool.fill_(30.0)
+    loaded = one.engine._scheduler._loaded
+
+    def lose_all(request, settled):
+        for tier in ("dram", "memory"):
+            one.cache.clear(tier, timeout=5)
+        loaded(request, settled)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(one.engine._scheduler, "_loaded", lose_all)
+        assert served(one, kinds, prompt(200)) == {"dram": 192}
+    completion = one.answer(prompt(200)[:192], SAMPLING)
+    assert completion.finish.stats.hit_tokens == {"dram": 176}
+    return completion.tokens
+
+
+def test_a_window_is_loaded_in_whole_chunks(serving, monkeypatch):
+    """Though only its last tokens are looked at: the chunk may have to be saved again."""
+    kinds = (Kind.WINDOW, Kind.FULL)
+    assert saved_again(serving(kinds), monkeypatch) == alone(kinds, prompt(200)[:192])
+
+
+def test_twin_a_chunk_that_was_loaded_in_part_is_saved_with_what_lay_there(serving, monkeypatch):
+    kinds = (Kind.WINDOW, Kind.FULL)
+    monkeypatch.setattr(
+        Pools,
+        "_reached",
+        lambda self, one, computed: max(computed - one.window, 0) // self.block_tokens,
+    )
+    monkeypatch.setattr(Pools, "trim", lambda self, table, computed: None)
+    assert saved_again(serving(kinds), monkeypatch) != alone(kinds, prompt(200)[:192])
