@@ -152,11 +152,13 @@ def test_a_lost_part_costs_what_it_was_needed_for(serving, kind, chunk, hits):
 @every_mix
 @pytest.mark.parametrize("options", [{"ahead": True}, {"prefix_cache": True}], ids=str)
 def test_crowds_that_preempt_each_other_are_answered_right(serving, kinds, options):
-    one = serving(kinds, num_blocks=11, num_states=6, step_tokens=48, **options)
-    crowd = [prompt(70, seed) for seed in range(4)]
+    one = serving(kinds, num_blocks=10, num_states=6, step_tokens=48, **options)
+    crowd, sampling = [prompt(70, seed) for seed in range(3)], Sampling(30)
     for _ in range(2):
-        found = one.engine.generate(crowd, LONG)
-        assert [each.tokens for each in found] == [alone(kinds, each, LONG) for each in crowd]
+        found = one.engine.generate(crowd, sampling)
+        assert [each.tokens for each in found] == [alone(kinds, each, sampling) for each in crowd]
+        grows = set(kinds) != {Kind.RECURRENT}  # a state does not
+        assert grows == any(each.finish.stats.preemptions for each in found)
         one.settle()
     assert set(one.store.writes.values()) <= {1}
     for pool in one.engine._pools.pools:
