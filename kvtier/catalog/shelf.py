@@ -374,7 +374,10 @@ class Victims:
             self._only = only
             self._turns = self._room.victims(DRAM, only, self._share)
         row = next(self._turns, NO_ROW)
-        return row if row != NO_ROW else self._room.last_copy(below, only, self._share)
+        if row == NO_ROW:
+            self._turns = None  # what is above a last copy may leave once that has
+            row = self._room.last_copy(below, only, self._share)
+        return row
 
     def _full(self, nbytes: int) -> bool:
         return self._room.over_ceiling(self._share, DRAM, slot_bytes_for(nbytes))

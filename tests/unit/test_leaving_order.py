@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.catalog.index import DRAM, Index
 from kvtier.policies.lru import Lru
-from kvtier.testing.small_catalog import SmallCatalog, chain
+from kvtier.testing.small_catalog import LMDB, SUM, SmallCatalog, chain
 
 
 def left_when_one_must_go() -> tuple[list[int], list[int]]:
@@ -28,6 +28,21 @@ def test_what_a_long_answer_adds_is_no_older_than_its_last_save():
 def test_without_marking_the_whole_chain_the_newest_part_would_leave(monkeypatch):
     monkeypatch.setattr(Index, "line", lambda self, row: [])
     assert left_when_one_must_go() == ([DRAM], [DRAM] * 2)
+
+
+def test_once_a_last_copy_has_left_those_above_it_may_leave_too():
+    fixture = SmallCatalog(3)
+    stays, wanted = chain(4), chain(2, seed=1)
+    fixture.save(stays[:3])
+    for part in (*stays[:2], stays[3], *wanted):  # stays[2] is in DRAM alone, its child below
+        fixture.catalog.stored(part, LMDB, 0)
+    held, fresh = fixture.hold_for_fetch(wanted)
+    assert len(held) == len(fresh) == 2
+    for row in fresh:
+        fixture.catalog.fetched(row, SUM)
+    assert fixture.found(wanted) == [DRAM] * 2
+    fixture.catalog.release_rows(row for rows in held for row in rows)
+    fixture.close()
 
 
 def looks(monkeypatch: pytest.MonkeyPatch) -> int:
