@@ -130,7 +130,7 @@ class Upkeep:
         8192 parts are known. Memory only; nothing counts as used.
         """
         self._check()
-        prefix = tokens if isinstance(tokens, Prefix) else self._namer.prefix(tokens, request, None)
+        prefix = self._mine(tokens, request)
         shape, names = self._namer.shape, prefix.names
         chunks: list[ChunkPlace] = []
         for start in range(0, len(names), _LOOKED_AT):  # engine threads want the Catalog's lock

@@ -63,6 +63,7 @@ def test_prefixes_leases_and_plans_of_another_cache_are_misuse(engines, other_of
         "fetch": lambda: other.fetch(match, timeout=1, deadline=1),
         "plan_load": lambda: other.plan_load(lease, BLOCKS),
         "plan_save": lambda: other.plan_save(match.prefix, BLOCKS),
+        "explain": lambda: other.explain(match.prefix),
         "invalidate": lambda: other.invalidate(match.prefix),
         "settle": lambda: other.settle(plan, CopyResult(CopyStatus.OK)),
     }

@@ -72,6 +72,9 @@ def test_whatever_has_room_is_exact_and_nothing_is_kept_that_cannot_be_used(
         used = sum(disk.footprint(header.stored_bytes) for header in disk.scan())
         assert used <= capacity
         assert ranks.cache.figures()["kvtier_orphan_parts"] == 0
+        told = ranks.cache.explain(asked(index))
+        assert told.usable == ranks.cache.match(asked(index)).tokens, "and why is told of the rest"
+        assert told.end.why
     last = ops[-1][1]
     ranks.save(PROMPTS[last])
     if dram >= CHUNKS + 2 and ALL in MODELS[model]:  # the others' chunks do not protect each other

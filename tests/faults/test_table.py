@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
@@ -22,6 +23,7 @@ def rows(text: str) -> dict[str, list[str]]:
     return found
 
 
+@cache
 def functions(path: Path) -> set[str]:
     return {
         node.name
