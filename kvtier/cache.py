@@ -28,7 +28,7 @@ from kvtier.prefix import Namer, Prefix
 from kvtier.retention import Retention
 from kvtier.seams import Flow, ThreadFlow
 from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer, PrefetchTransfer
-from kvtier.upkeep import Upkeep
+from kvtier.upkeep import Upkeep, check_first
 
 __all__ = ["Cache", "Lease", "Match", "Prefix", "open_cache"]
 
@@ -137,7 +137,7 @@ class Cache(Upkeep):
         self._check()
         check_ahead("a lease's deadline", deadline)
         prefix = self._mine(match.prefix)
-        _check_first(first)
+        check_first(first)
         if self.bypass:
             return None
         return self._catalog.lease(
@@ -156,7 +156,7 @@ class Cache(Upkeep):
         """
         self._check()
         check_ahead("a lease's deadline", deadline)
-        _check_first(first)
+        check_first(first)
         return self._fetch(match, first, timeout, deadline)
 
     def pin(self, match: Match, *, seconds: float, timeout: float) -> FetchTransfer:
@@ -252,7 +252,7 @@ class Cache(Upkeep):
         Raises MisuseError when a block table is shorter than the chunks.
         """
         self._check()
-        _check_first(first)
+        check_first(first)
         self._mine(prefix)
         if self.bypass:
             return None
@@ -326,11 +326,6 @@ def _check_kinds(namespace: object, shards: object, stages: object) -> None:
 def _check_budget(what: str, seconds: float) -> None:
     if not seconds >= 0:  # so that NaN fails too
         raise MisuseError(f"{what} of {seconds} seconds is no time to wait")
-
-
-def _check_first(first: int) -> None:
-    if first < 0:
-        raise MisuseError(f"chunk {first} is before the first, which is 0")
 
 
 def open_cache(

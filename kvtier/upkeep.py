@@ -24,7 +24,7 @@ from kvtier.identity.record import KEY_BYTES, Part
 from kvtier.prefix import Namer, Prefix
 from kvtier.seams import CancelledError
 
-__all__ = ["Removed", "Upkeep"]
+__all__ = ["Removed", "Upkeep", "check_first"]
 
 _CLEAR_SECONDS: Final = 30.0
 _PURGE_SECONDS: Final = 600.0
@@ -82,7 +82,7 @@ class Upkeep:
         Raises MisuseError for what are no tokens, and no such chunk or time.
         """
         self._check()
-        _check_first(first)
+        check_first(first)
         if not timeout >= 0:  # so that NaN fails too
             raise MisuseError(f"a timeout of {timeout} seconds; it must not be negative")
         prefix = self._mine(tokens, request)
@@ -128,6 +128,7 @@ class Upkeep:
         That is where to look when hits are few: it names the chunk that ends the match, and
         whether that was evicted, lost, cleared, never saved, or never seen. Of what left the last
         8192 parts are known. Memory only; nothing counts as used.
+        Raises MisuseError for a prompt that another cache has named.
         """
         self._check()
         prefix = self._mine(tokens, request)
@@ -228,7 +229,8 @@ def _label(geometry: Geometry, part: Part) -> str:
     return f"{label} stage {part.stage}" if part.stages > 1 else label
 
 
-def _check_first(first: object) -> None:
+def check_first(first: object) -> None:
+    """Raise MisuseError for what is no number of a chunk."""
     if not isinstance(first, int) or first < 0:
         raise MisuseError(f"the first chunk must be a whole number from 0 on, not {first!r}")
 

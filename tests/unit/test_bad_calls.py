@@ -209,6 +209,11 @@ CALLS = {
         lambda b, match: b.cache.fetch(match, timeout=1, deadline=5),
         "named by another cache",
     ),
+    "explain another namespace's prompt": (
+        lambda b: b.other.cache.prefix(TOKENS),
+        lambda b, prefix: b.cache.explain(prefix),
+        "named by another cache",
+    ),
     "pin another namespace's match": (
         lambda b: b.other.cache.match(TOKENS),
         lambda b, match: b.cache.pin(match, timeout=1, seconds=5),
@@ -254,17 +259,22 @@ TIMES = {
             "no time to wait",
             (),
         ),
-        ("lease from", lambda b, m, s: b.cache.lease(m, deadline=1, first=-1), "chunk -1", ()),
+        (
+            "lease from",
+            lambda b, m, s: b.cache.lease(m, deadline=1, first=-1),
+            "from 0 on, not -1",
+            (),
+        ),
         (
             "fetch from",
             lambda b, m, s: b.cache.fetch(m, timeout=1, deadline=1, first=-1),
-            "chunk -1",
+            "from 0 on, not -1",
             (),
         ),
         (
             "save from",
             lambda b, m, s: b.cache.plan_save(m.prefix, BLOCKS, first=-1),
-            "chunk -1",
+            "from 0 on, not -1",
             (),
         ),
     )
