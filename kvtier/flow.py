@@ -276,13 +276,14 @@ class Moves:
         return False
 
     async def _there(self, number: int, parts: Sequence[Part]) -> list[bool]:
-        """Say which parts a tier has, without those that are to be deleted there."""
-        answers = await self._shared[number].contains([part.name for part in parts])
+        """Say which parts a tier has, without those that are to be deleted there.
+
+        They may be gone when the answer comes, so they are not asked for.
+        """
         strays = self._strays[number]
-        return [
-            answer is Status.OK and part.name not in strays
-            for part, answer in zip(parts, answers, strict=True)
-        ]
+        asked = [part.name for part in parts if part.name not in strays]
+        answers = dict(zip(asked, await self._shared[number].contains(asked), strict=True))
+        return [answers.get(part.name) is Status.OK for part in parts]
 
     async def _ask_for_ends(
         self, prefix: Prefix, stop: int, number: int, withdrawn: Withdrawn

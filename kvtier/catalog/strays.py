@@ -57,9 +57,9 @@ class Strays:
 
     def note(self, name: RecordId, charged: int) -> None:
         """Take it that the Store has a record of `charged` bytes."""
-        self.forget(name)
         if self._none:
             return
+        self.forget(name)
         if len(self._charged) >= _MOST:
             self.forget(next(iter(self._charged)))
         self._add(name, charged)

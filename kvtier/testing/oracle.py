@@ -37,6 +37,8 @@ class Oracle:
     def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
         self.cache = cache
         self.lost = 0
+        self.also: list[Callable[[], None]] = []
+        self.also_at_rest: list[Callable[[], None]] = []
         self._clock = clock
         self._catalog = cache._catalog
         self._index = cache._catalog._index
@@ -84,6 +86,8 @@ class Oracle:
         self._check_holds()
         self._check_leases()
         self._check_budgets()
+        for look in self.also:
+            look()
 
     def _check_slots(self) -> None:
         index, arena = self._index, self._arena
@@ -238,6 +242,8 @@ class Oracle:
     def check_rest(self) -> None:
         """Check that nothing is held once all requests and moves have ended."""
         self.check()
+        for look in self.also_at_rest:
+            look()
         moves = self.cache._moves
         self._left(not self._leases(), "a lease is left")
         self._left(not len(self.cache._plans), "a plan is left")

@@ -17,6 +17,7 @@ from kvtier.cache import Match
 from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.prefix import Prefix
 from kvtier.testing.simdevice import pause
+from kvtier.testing.simremoval import Removals
 from kvtier.testing.simtask import SimError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Clients:
         self._oracle = world.oracle
         self._scenario = world.scenario
         self._turn = 0
+        self._removals = Removals(world)
 
     async def serve(self) -> None:
         """Return when every client has had its requests answered, or cancelled."""
@@ -75,6 +77,7 @@ class Clients:
         if lease is not None:
             await self._load(rng, match, lease)
         await self._save(rng, prefix)
+        self._removals.maybe(prefix)
         if self._scenario.clears and rng.random() < 0.3:
             tier = rng.choice(("dram", *self._cache._depot.numbers))
             self._cache.clear(tier, timeout=FOREVER)
@@ -159,7 +162,8 @@ class Clients:
             computed = prefix.head(prefix.tokens, upto)
             blocks = range(upto * CHUNK // BLOCK)
             known = self._oracle.known(computed)
-            plan = self._cache.plan_save(computed, blocks, first=saved)
+            retention = self._removals.retention(computed)
+            plan = self._cache.plan_save(computed, blocks, first=saved, retention=retention)
             if known >= saved and self._world.atomic:  # otherwise the chain was broken before
                 self._oracle.expect_known(computed, known)
             saved = upto
