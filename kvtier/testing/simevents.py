@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
 from kvtier.cache import Cache
+from kvtier.catalog.catalog import Part
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.catalog.strays import Strays
@@ -53,6 +54,14 @@ EVENTS: Final = {
     "breaker_refused": "a call was not made because the breaker is open",
     "breaker_tried": "one call tried a tier that had been left alone",
     "calls_hung": "every thread of a tier sat in a call that did not return",
+    "withdrawn_while_held": "a part was withdrawn while a lease, a plan or a write held its slot",
+    "withdrawn_while_saved": "a part was withdrawn before its bytes were whole",
+    "withdrawn_while_read": "a part was withdrawn while it was read from below",
+    "withdrawn_while_written": "a part was written to a tier after it was withdrawn",
+    "withdrawn_while_asked": "a shared tier was asked for a part before it was withdrawn",
+    "saved_anew_while_held": "a part was saved again while its withdrawn slot was still held",
+    "deleted_too_late": "a part was saved again before a store had deleted it",
+    "part_expired": "a part was kept for its time, and left all tiers",
     "crashed": "the process ended between two steps, and a cache was opened on what was left",
     "crash_met_call": "a call of a store was under way then; it took effect or did not",
     "crash_lost_record": "what a store had not synced was gone",
@@ -74,6 +83,7 @@ class Events:
         self._watch_catalog()
         self._watch_index()
         self._watch_moves()
+        self._watch_removal()
         for tier in cache._depot.tiers.values():
             self._watch_tier(tier)
 
@@ -252,6 +262,45 @@ class Events:
 
         strays.note = watched_note  # type: ignore[method-assign]
         strays.delete = watched_delete  # type: ignore[method-assign]
+
+    # ---- removal
+
+    def _watch_removal(self) -> None:
+        catalog, index = self._cache._catalog, self._index
+        room, moves = catalog._room, self._cache._moves
+        withdraw, begin, stored = room.withdraw, catalog._begin, catalog.stored
+
+        def watched_withdraw(row: int) -> None:
+            if row in moves._fetcher._reading:
+                self.count("withdrawn_while_read")
+            elif index.serial[row] and not index.present[row] & 1 << DRAM:
+                self.count("withdrawn_while_saved")
+            elif index.serial[row] and index.holds[row]:
+                self.count("withdrawn_while_held")
+            withdraw(row)
+
+        def watched_begin(row: int, part: Part) -> None:
+            if part.name in {index.names[one] for one in room.withdrawn.values()}:
+                self.count("saved_anew_while_held")
+            left = [*catalog._records, *(strays._charged for strays in moves._strays.values())]
+            if any(part.name in records for records in left):  # the Catalog's lock is held
+                self.count("deleted_too_late")
+            begin(row, part)
+
+        def watched_stored(part: Part, *args: Any) -> None:
+            if args[2:] and part.name in args[2]:
+                self.count("withdrawn_while_asked")
+            stored(part, *args)
+
+        room.withdraw = watched_withdraw  # type: ignore[method-assign]
+        catalog._begin = watched_begin  # type: ignore[method-assign]
+        catalog.stored = watched_stored  # type: ignore[assignment, method-assign]
+        self._after(catalog, "written", self._if_not("withdrawn_while_written"))
+        self._after(catalog, "withdraw_due", self._expired)
+
+    def _expired(self, due: tuple[int, bool]) -> None:
+        for _ in range(due[0]):
+            self.count("part_expired")
 
     # ---- a Tier
 
