@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.cache import Cache
 from kvtier.catalog.catalog import Part
+from kvtier.catalog.expiry import NEVER
 from kvtier.catalog.index import NO_ROW
 from kvtier.identity.record import RecordId
 from kvtier.prefix import Prefix
@@ -59,7 +60,7 @@ class _Absent:
     def _kept(self, part: Part) -> None:
         row = self._index.find(part.name)
         if row != NO_ROW and (self._index.present[row] or self._index.serial[row]):
-            later = max(self._until.get(part.name, 0.0), self._clock() + part.seconds)
+            later = max(self._until.get(part.name, NEVER), self._clock() + part.seconds)
             self._until[part.name] = later
         self._keep(part)
 
