@@ -24,7 +24,7 @@ _BACK: Final = "withdrawn, and is in|invalidated, and is in"
 def publish_what_was_withdrawn() -> list[Patch]:
     def broken(self: Room, row: int, raw_sum: bytes) -> bool:
         self.withdrawn.pop(self.index.serial[row], None)
-        self.index.sums[row] = raw_sum
+        self.index.set_sum(row, raw_sum)
         self.enter(row, DRAM)
         self.unhold(self._with_parent(row))
         return True
@@ -36,9 +36,9 @@ def publish_what_was_withdrawn() -> list[Patch]:
 def free_a_withdrawn_slot_at_once() -> list[Patch]:
     withdraw = Room.withdraw
 
-    def broken(self: Room, row: int) -> None:
+    def broken(self: Room, row: int, why: str) -> None:
         held = self.index.serial[row] and self.in_dram(row) and self.index.holds[row]
-        withdraw(self, row)
+        withdraw(self, row, why)
         if held:
             del self.withdrawn[self.index.serial[row]]
             self._free(row)
@@ -48,9 +48,13 @@ def free_a_withdrawn_slot_at_once() -> list[Patch]:
 
 @_takes_away("a write does not bring back what was withdrawn meanwhile", _BACK)
 def bring_it_back_by_a_spill() -> list[Patch]:
-    def broken(self: Catalog, row: int, tier: int, charged: int) -> bool:
-        self.stored(self.describe(row).part, tier, charged)
-        return True
+    written = Catalog.written
+
+    def broken(self: Catalog, row: int, tier: int, charged: int) -> str:
+        why = written(self, row, tier, charged)
+        if why == "withdrawn":
+            self.stored(self.describe(row).part, tier, charged)
+        return ""
 
     return [(Catalog, "written", broken)]
 

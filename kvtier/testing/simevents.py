@@ -270,14 +270,14 @@ class Events:
         room, moves = catalog._room, self._cache._moves
         withdraw, begin, stored = room.withdraw, catalog._begin, catalog.stored
 
-        def watched_withdraw(row: int) -> None:
+        def watched_withdraw(row: int, why: str) -> None:
             if row in moves._fetcher._reading:
                 self.count("withdrawn_while_read")
             elif index.serial[row] and not index.present[row] & 1 << DRAM:
                 self.count("withdrawn_while_saved")
             elif index.serial[row] and index.holds[row]:
                 self.count("withdrawn_while_held")
-            withdraw(row)
+            withdraw(row, why)
 
         def watched_begin(row: int, part: Part) -> None:
             if part.name in {index.names[one] for one in room.withdrawn.values()}:
@@ -292,11 +292,15 @@ class Events:
                 self.count("withdrawn_while_asked")
             stored(part, *args)
 
-        room.withdraw = watched_withdraw  # type: ignore[method-assign]
+        room.withdraw = watched_withdraw  # type: ignore[assignment, method-assign]
         catalog._begin = watched_begin  # type: ignore[method-assign]
         catalog.stored = watched_stored  # type: ignore[assignment, method-assign]
-        self._after(catalog, "written", self._if_not("withdrawn_while_written"))
+        self._after(catalog, "written", self._written)
         self._after(catalog, "withdraw_due", self._expired)
+
+    def _written(self, why: str, *_: object) -> None:
+        if why == "withdrawn":
+            self.count("withdrawn_while_written")
 
     def _expired(self, due: tuple[int, bool]) -> None:
         for _ in range(due[0]):
