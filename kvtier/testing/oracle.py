@@ -43,7 +43,10 @@ class Oracle:
         self._catalog = cache._catalog
         self._index = cache._catalog._index
         self._arena = cache._depot.arena
+        self.came: dict[int, float] = {}
+        """When the last read of each row ended."""
         self._count_losses()
+        self._note_reads()
 
     def _count_losses(self) -> None:
         """Note what may leave orphans: a tier lost a part or did not take it, or a probe saw one.
@@ -76,6 +79,15 @@ class Oracle:
 
         self._catalog._room.last_copy = counted_last  # type: ignore[method-assign]
         self._catalog._room.withdraw = counted_withdraw  # type: ignore[method-assign]
+
+    def _note_reads(self) -> None:
+        fetched = self._catalog.fetched
+
+        def noted(row: int, raw_sum: bytes | None) -> None:
+            self.came[row] = self._clock()
+            fetched(row, raw_sum)
+
+        self._catalog.fetched = noted  # type: ignore[method-assign]
 
     # ---- at any moment
 

@@ -116,6 +116,8 @@ class Clients:
             transfer.abandon()
             raise
         self._expect_in_time(asked + within, stalled)
+        if self._world.atomic and lease is not None and lease.tokens >= match.tokens:
+            self._expect_no_longer(lease, asked, stalled)
         if self._world.atomic and lease is not None and self._in_force(lease):
             self._oracle.expect_leased(lease)
         return lease
@@ -128,6 +130,15 @@ class Clients:
         late = self._loop.time() - deadline
         if late > self._loop.stalled - stalled + _LATE_SECONDS:
             raise SimError(f"a fetch ended {late:.3f} s after its timeout")
+
+    def _expect_no_longer(self, lease: Lease, asked: float, stalled: float) -> None:
+        """Check that a fetch did not wait on when all that it wanted had come."""
+        if any(shape.shared for shape in self._scenario.tiers):  # they are asked for more
+            return
+        came = (self._oracle.came.get(row, asked) for rows in lease.rows for row in rows)
+        late = self._loop.time() - max(asked, *came)
+        if late > self._loop.stalled - stalled + _LATE_SECONDS:
+            raise SimError(f"a fetch ended {late:.3f} s late: all of it had come")
 
     async def _load(self, rng: random.Random, match: Match, lease: Lease) -> None:
         with lease:
