@@ -69,6 +69,9 @@ def test_uses_are_offered_only_where_they_matter(new_spill, mode, counts):
     bench = new_spill()
     bench.disk.admission = mode
     assert bench.spiller.admission.counts_uses is counts
+    bench.disk.writes = WriteBudget(FOOTPRINT, bench.small.clock)
+    bench.disk.writes.spend(FOOTPRINT)
+    assert bench.spiller.admission.counts_uses is counts, "however short the budget is"
 
 
 def test_on_a_real_disk_what_is_used_is_written_once_the_budget_is_short(tmp_path):
@@ -240,7 +243,24 @@ def test_a_child_is_not_indexed_where_its_parent_was_lost_meanwhile(new_spill):
     asyncio.run(scene())
     assert bench.catalog.tiers_of(bench.small.rows(parts)[1]) == []
     assert bench.dropped("headless") == 1
-    assert len(bench.strays) == 1, "it is deleted later"
+    assert parts[1].name in bench.disk.deletes[-1]
+
+
+def test_what_a_probe_saw_meanwhile_is_there_once(new_spill):
+    bench = new_spill()
+    (part,) = chain(1)
+    bench.small.save([part])
+
+    async def scene():
+        bench.disk.gate.clear()
+        await bench.offer([part])
+        await bench.until(lambda: bool(bench.disk.calls))
+        bench.catalog.stored(part, LMDB, FOOTPRINT)
+        bench.disk.gate.set()
+        await bench.spiller.drained()
+
+    asyncio.run(scene())
+    assert bench.catalog._shelves[LMDB].used == FOOTPRINT
 
 
 def test_without_the_guard_the_tier_has_a_tail_without_a_head(new_spill, monkeypatch):

@@ -204,7 +204,8 @@ def test_what_is_withdrawn_is_not_kept_below(new_spill, when):
     assert bench.numbers == ([[0]] if when == "queued" else [[0, 1]])
     assert bench.small.found(parts) == [0]
     assert bench.dropped("withdrawn") == 1
-    assert len(bench.strays) == (when == "written")  # it is deleted later
+    assert bench.disk.deletes == ([[parts[1].name]] if when == "written" else [])
+    assert len(bench.strays) == 0
 
 
 def test_nothing_is_written_while_the_tier_is_changed(new_spill):

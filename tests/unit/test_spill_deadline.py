@@ -251,3 +251,136 @@ def test_without_end_it_would_be(new_spill, monkeypatch):
         await bench.spiller.drained()
 
     asyncio.run(scene())
+
+
+# ------------------------------------------------------------------------------ while it goes on
+
+
+def test_what_is_late_is_told_from_what_is_not(new_spill):
+    bench = new_spill(8)
+    parts = chain(8)
+    bench.small.save(parts)
+
+    async def scene():
+        async with bench.strays.changing:
+            await bench.offer(parts[:2])
+            bench.small.clock.now += LATE_SECONDS
+            await bench.offer(parts[2:])  # two are queued behind them, four wait
+            bench.small.clock.now += 1
+            await bench.spiller.expire()
+            assert len(bench.spiller._queue) == 2
+            assert bench.dropped("deadline") == 2
+            bench.small.clock.now += LATE_SECONDS
+            await bench.spiller.expire()
+        await bench.spiller.drained()
+
+    asyncio.run(scene())
+    assert bench.dropped("deadline") == 8
+
+
+def test_names_that_are_late_are_told_from_those_that_are_not(new_spill):
+    bench = new_spill(8)
+    parts = chain(8)
+    bench.small.save(parts)
+
+    async def scene():
+        async with bench.strays.changing:
+            await bench.offer(parts[:6])  # four are queued, two wait
+            bench.small.clock.now += LATE_SECONDS
+            await bench.offer(parts[6:])
+            bench.small.clock.now += 1
+            await bench.spiller.expire()
+            assert list(bench.spiller._waiting) == [part.name for part in parts[6:]]
+            bench.small.clock.now += LATE_SECONDS
+            await bench.spiller.expire()
+        await bench.spiller.drained()
+
+    asyncio.run(scene())
+    assert bench.dropped("deadline") == 8
+
+
+def test_an_offer_lets_others_run_between_its_lots(new_spill, monkeypatch):
+    monkeypatch.setattr(spill, "LOT", 2)
+    bench = new_spill()
+    bench.disk.admission = "second-touch"
+    parts = chain(6)
+    bench.small.save(parts)
+    seen = []
+
+    async def other(offer):
+        while not offer.done():
+            seen.append(len(bench.spiller.admission._seen))
+            await asyncio.sleep(0)
+
+    async def scene():
+        await other(asyncio.ensure_future(bench.offer(parts)))
+        await bench.offer(parts[:1])  # one lot is taken at once
+        await bench.spiller.drained()
+
+    asyncio.run(scene())
+    assert seen == [0, 2, 4]
+    assert bench.numbers == [[0]]
+
+
+def test_one_lot_is_taken_without_a_turn_for_others(new_spill):
+    bench = new_spill()
+    parts = chain(2)
+    bench.small.save(parts)
+
+    async def scene():
+        offer = bench.offer(parts)
+        with pytest.raises(StopIteration):
+            offer.send(None)
+        await bench.spiller.drained()
+
+    asyncio.run(scene())
+    assert bench.numbers == [[0, 1]]
+
+
+def test_who_waits_for_the_end_waits_for_offers_under_way(new_spill, monkeypatch):
+    monkeypatch.setattr(spill, "LOT", 2)
+    bench = new_spill()
+    parts = chain(6)
+    bench.small.save(parts)
+
+    async def scene():
+        offers = [asyncio.ensure_future(bench.offer(parts)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await bench.spiller.drained()
+        assert len(bench.disk.kept) == 6
+        await asyncio.gather(*offers)
+
+    asyncio.run(scene())
+
+
+def test_offers_are_taken_one_after_the_other(new_spill, monkeypatch):
+    monkeypatch.setattr(spill, "LOT", 1)
+    bench = new_spill()
+    one, two = chain(2), chain(2, seed=1)
+    bench.small.save([*one, *two])
+
+    async def scene():
+        async with bench.strays.changing:
+            await asyncio.gather(bench.offer(one), bench.offer(two))
+            assert list(bench.spiller._queued) == [part.name for part in (*one, *two)]
+        await bench.spiller.drained()
+
+    asyncio.run(scene())
+
+
+def test_one_task_writes_and_none_where_nothing_is_to_be_written(new_spill):
+    bench = new_spill()
+    parts = chain(2)
+    bench.small.save(parts)
+
+    async def scene():
+        await bench.offer([])
+        assert bench.spiller._task is None
+        async with bench.strays.changing:
+            await bench.offer(parts[:1])
+            task = bench.spiller._task
+            await bench.offer(parts[1:])
+            assert bench.spiller._task is task
+        await bench.spiller.drained()
+
+    asyncio.run(scene())
