@@ -6,7 +6,8 @@ longer: ``take_withdrawn`` says what has to be deleted there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Final
 
 from kvtier.catalog.below import LOT, Below, Part
@@ -58,7 +59,8 @@ class Removal(Below):
                 return [], NO_ROW
             end = len(index.names)
             stop = min(start + _LOOKED_AT, end)
-            rows = [r for r in range(start, stop) if index.owner[r] == owner and index.attached(r)]
+            mine = (r for r in range(start, stop) if index.owner[r] == owner and index.attached(r))
+            rows = list(itertools.islice(mine, LOT + 1))
             if len(rows) > LOT:
                 rows, stop = rows[:LOT], rows[LOT]
             names = [index.names[row] for row in rows]
@@ -73,9 +75,9 @@ class Removal(Below):
             self._withdraw(names, "expired")
             return len(names), self._expiry.waiting(now)
 
-    def _withdraw(self, names: Iterable[RecordId], reason: str) -> tuple[int, int]:
+    def _withdraw(self, names: Sequence[RecordId], reason: str) -> tuple[int, int]:
         index, count, records = self._index, 0, 0
-        for name in names:
+        for name in reversed(names):  # children first, or each would be an orphan for a moment
             row = index.find(name)
             for tier, shelf in enumerate(self._shelves[1:], 1):
                 there = row != NO_ROW and index.present[row] & 1 << tier

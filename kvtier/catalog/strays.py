@@ -38,6 +38,7 @@ class Strays:
         self._nbytes = 0
         self._none = tier.store.capabilities.shared
         self._charged: dict[RecordId, int] = {}
+        self._noted: dict[RecordId, None] = {}  # those of them that were not withdrawn
 
     def __len__(self) -> int:
         """How many there may be."""
@@ -60,13 +61,15 @@ class Strays:
         if self._none:
             return
         self.forget(name)
-        if len(self._charged) >= _MOST:
-            self.forget(next(iter(self._charged)))
+        if len(self._noted) >= _MOST:
+            self.forget(next(iter(self._noted)))
         self._add(name, charged)
+        self._noted[name] = None
 
     def forget(self, name: RecordId) -> None:
         """Take it that the Store has not got it, or that the index knows."""
         self._nbytes -= self._charged.pop(name, 0)
+        self._noted.pop(name, None)
 
     def _add(self, name: RecordId, charged: int) -> None:
         self._charged[name] = charged

@@ -84,3 +84,51 @@ def test_the_memory_that_they_take_is_bounded(strays, monkeypatch):
     for number in range(10):
         strays.note(bytes([number]), 1)
     assert (len(strays), strays.nbytes) == (3, 3)
+
+
+# -------------------------------------------------------------------------------- what is withdrawn
+
+
+def test_what_is_withdrawn_is_taken_over_and_deleted(tier):
+    waiting = [{b"a": 4}, {b"b": 5}]
+    strays = Strays(tier, lambda: waiting.pop(0) if waiting else {})
+    assert (b"a" in strays, strays.nbytes) == (True, 9)
+    asyncio.run(strays.delete({}))
+    assert tier.deleted == [[b"a", b"b"]]
+    assert len(strays) == 0
+
+
+def test_a_shared_tier_has_those_that_were_withdrawn_until_it_confirms():
+    tier = StubTier(shared=True)
+    waiting = [{b"a": 0}]
+    strays = Strays(tier, lambda: waiting.pop() if waiting else {})
+    tier.fate = {b"a": Status.FAILED}
+    asyncio.run(strays.delete({}))
+    strays.note(b"a", 5)  # a write of it has failed, too
+    assert (b"a" in strays, strays.nbytes) == (True, 0)
+    tier.fate = {}
+    asyncio.run(strays.delete({}))
+    assert b"a" not in strays
+
+
+def test_none_that_was_withdrawn_is_given_up_for_others(tier, monkeypatch):
+    monkeypatch.setattr("kvtier.catalog.strays._MOST", 2)
+    waiting = [{b"a": 1, b"b": 1, b"c": 1}]
+    strays = Strays(tier, lambda: waiting.pop() if waiting else {})
+    assert len(strays) == 3
+    for name in (b"x", b"y", b"z"):
+        strays.note(name, 1)
+    assert [name in strays for name in (b"a", b"b", b"c", b"x", b"y", b"z")] == [
+        *[True] * 3,
+        *(False, True, True),
+    ]
+
+
+def test_many_are_deleted_in_batches_and_no_more_is_tried_after_one_that_failed(tier, monkeypatch):
+    monkeypatch.setattr("kvtier.catalog.strays._BATCH", 2)
+    waiting = [dict.fromkeys((b"a", b"b", b"c", b"d", b"e"), 1)]
+    strays = Strays(tier, lambda: waiting.pop() if waiting else {})
+    tier.fate = {b"c": Status.FAILED, b"d": Status.FAILED}
+    asyncio.run(strays.delete({}))
+    assert tier.deleted == [[b"a", b"b"], [b"c", b"d"]]
+    assert strays.nbytes == 3
