@@ -74,7 +74,7 @@ class Upkeep:
         """Forget the chunks of a prompt, from `first` on, in all tiers.
 
         From the moment it returns they are matched no more: by memory alone, at once. What is
-        leased, or in a plan, stays its holder's until that ends; a save, a write or a read of
+        leased, pinned, or in a plan, stays its holder's until that ends; a save, write or read of
         them that is under way comes to nothing. Other prompts' chunks below them are not served
         any more either, and leave first. The Stores' records are deleted in the background;
         it waits for that `timeout` seconds at most. On a shared tier it deletes what others may
