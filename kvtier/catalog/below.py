@@ -179,9 +179,7 @@ class Below:
             shelf = self._shelves[tier]
             return None if shelf.capacity is None else shelf.capacity - shelf.used
 
-    def missing_chain(
-        self, name: RecordId, tier: int, queued: Container[RecordId]
-    ) -> list[RecordId]:
+    def missing_chain(self, name: RecordId, tier: int, queued: Container[int]) -> list[RecordId]:
         """Return a part and its ancestors that a tier lacks and DRAM has, deepest first.
 
         Ends at the first ancestor that the tier has, or that is queued for it. None at all when
@@ -192,7 +190,7 @@ class Below:
             names: list[RecordId] = []
             row = index.find(name)
             while row != NO_ROW and not index.present[row] & 1 << tier:
-                if index.names[row] in queued:
+                if row in queued:
                     break
                 if not self._room.in_dram(row):
                     return []

@@ -78,7 +78,7 @@ class Spiller:
         self._waiting: dict[RecordId, float] = {}  # since when
         self._begun: dict[RecordId, RecordId] = {}  # a name, and what was queued for it last
         self._queue: deque[_Job] = deque()
-        self._queued: dict[RecordId, None] = {}
+        self._queued: dict[int, None] = {}  # rows: one that was withdrawn has lost its name
         self._queued_bytes = 0
         self._unpaid = 0  # bytes of a part for which the write budget had not enough left
         self._task: asyncio.Task[None] | None = None
@@ -206,7 +206,7 @@ class Spiller:
         )
         write = Write(header, self._arena.view(slot.offset, slot.nbytes))
         self._queue.append(_Job(row, part, write, since))
-        self._queued[name] = None
+        self._queued[row] = None
         self._queued_bytes += nbytes
         return True
 
@@ -214,7 +214,7 @@ class Spiller:
         """Give back the slots of jobs that have ended."""
         for job in jobs:
             self._queued_bytes -= job.part.nbytes
-            del self._queued[job.part.name]
+            del self._queued[job.row]
         self._catalog.release_rows(job.row for job in jobs)
 
     async def _drain(self) -> None:

@@ -362,7 +362,7 @@ def test_offers_are_taken_one_after_the_other(new_spill, monkeypatch):
     async def scene():
         async with bench.strays.changing:
             await asyncio.gather(bench.offer(one), bench.offer(two))
-            assert list(bench.spiller._queued) == [part.name for part in (*one, *two)]
+            assert list(bench.spiller._queued) == bench.small.rows([*one, *two])
         await bench.spiller.drained()
 
     asyncio.run(scene())
