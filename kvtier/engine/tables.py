@@ -91,17 +91,20 @@ class Pools:
 
     def find(self, keys: Sequence[bytes]) -> Hit:
         """Return the longest known prefix of `keys` at which each component has what it needs."""
-        known = [
-            pool.match(keys)
-            for pool, one in zip(self.pools, self.components, strict=True)
+        known = {
+            index: self.pools[index].match(keys)
+            for index, one in enumerate(self.components)
             if one.needs is Needs.ALL
-        ]
-        limit = min(map(len, known), default=len(keys))
+        }
+        limit = min(map(len, known.values()), default=len(keys))
         for blocks in range(limit, 0, -1):
-            places = tuple(self._at(index, keys[:blocks]) for index in range(len(self.pools)))
-            found = [one for one in places if one is not None]
+            places = [
+                known[index][:blocks] if index in known else self._at(index, keys[:blocks])
+                for index in range(len(self.pools))
+            ]
+            found = tuple(each for each in places if each is not None)
             if len(found) == len(places):
-                return Hit(blocks, tuple(found))
+                return Hit(blocks, found)
         return Hit(0, tuple([] for _ in self.pools))
 
     def room_for(self, hit: Hit, tokens: int) -> bool:
@@ -227,14 +230,12 @@ class Pools:
         ]
 
     def _at(self, index: int, keys: Sequence[bytes]) -> list[int] | None:
-        """Return what a component has of a prefix of len(keys) blocks; None: not all it needs."""
+        """Return what a window or a state has of a prefix; None: not all that it needs."""
         pool, one = self.pools[index], self.components[index]
         if one.needs is Needs.LAST:
             states, odd = divmod(len(keys) * self.block_tokens, self.chunk_tokens)
             state = pool.find(keys[-1])
             return None if odd or state is None else [ABSENT] * (states - 1) + [state]
-        if one.needs is Needs.ALL:
-            return pool.match(keys)
         first = max(len(keys) * self.block_tokens - one.window, 0) // self.block_tokens
         found = [pool.find(key) for key in keys[first:]]
         if any(block is None for block in found):
