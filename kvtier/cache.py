@@ -194,9 +194,12 @@ class Cache(Upkeep):
                 return None
         return lease
 
-    def prefetch(self, match: Match, *, base: float, per_1024_tokens: float) -> PrefetchTransfer:
+    def prefetch(
+        self, prompt: Match | Prefix | TokenIds, *, base: float, per_1024_tokens: float
+    ) -> PrefetchTransfer:
         """Bring a prompt up into DRAM before it is asked for, and hold nothing. Returns at once.
 
+        prompt: its match, or what is to be matched.
         It takes `base` seconds and `per_1024_tokens` more for every 1024 tokens of the match, at
         most. The result is how many tokens DRAM has at its end.
         Prefetches begin nothing while reads in flight fill a quarter of DRAM, and what they read
@@ -204,6 +207,7 @@ class Cache(Upkeep):
         Raises MisuseError for a budget that is negative or no number.
         """
         self._check()
+        match = prompt if isinstance(prompt, Match) else self.match(prompt)
         prefix, found = self._mine(match.prefix), Found(match.tokens, [], match.known)
         _check_budget("a prefetch's budget", min(base, per_1024_tokens))
         within = base + match.tokens / 1024 * per_1024_tokens

@@ -140,6 +140,12 @@ def test_a_prefetch_is_no_second_touch(toy):
     assert len(offered) == 1
 
 
+def test_a_prompt_may_be_given_as_its_tokens_or_prefix(toy):
+    for prompt_ in (TOKENS, toy.cache.prefix(TOKENS)):
+        running = toy.cache.prefetch(prompt_, base=10, per_1024_tokens=1)
+        assert running.result(10) == 12 * CHUNK
+
+
 def test_awaiting_one_is_possible(toy):
     async def wait() -> int | None:
         return await prefetch(toy)
