@@ -16,9 +16,10 @@ class Admission:
     """That of one tier, by its mode.
 
     ``through`` takes all; ``second-touch`` what was offered before, since only what is used is
-    offered again; ``on-evict`` nothing of what is offered: it takes what DRAM is about to give
-    up; ``auto`` all while the write budget lasts, and by second touch when it is short.
-    What is taken brings along the ancestors that the tier lacks.
+    offered again; ``auto`` all while the write budget lasts, and by second touch when it is short;
+    ``on-evict`` nothing of what is offered, but what DRAM is about to give up: what is still there
+    when the cache is closed is not written. What is taken brings along the ancestors that the tier
+    lacks.
     """
 
     def __init__(self, tier: Tier) -> None:

@@ -175,8 +175,8 @@ class Spiller:
                 self._begun = {name: missing}
             if len(lot) == len(chain):
                 self._forget(name)
-            if not chain and self._catalog.gone(name):
-                self._count(1, "evicted")
+                if self._catalog.gone(name):
+                    self._count(1, "evicted")
             moved += 1 + len(lot)
             if moved > _SLICE:
                 moved = 0

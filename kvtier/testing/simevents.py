@@ -42,6 +42,9 @@ EVENTS: Final = {
     "spill_dropped_evicted": "a part left DRAM before its turn to be written",
     "spill_dropped_full": "a tier had no room for a part",
     "spill_dropped_failed": "a tier failed to write a part",
+    "spill_dropped_headless": "a part was not written since its parent was not",
+    "spill_dropped_budget": "a tier's write budget was spent",
+    "spill_dropped_deadline": "a part waited for too long to be written",
     "clear_while_held": "a tier was cleared while parts were held",
     "probe_answered": "a shared tier had chunks that the index did not know",
     "probe_late": "a shared tier answered after the fetch had ended",
@@ -95,7 +98,7 @@ class Events:
     def finish(self, *, cancelled: int, abandoned: int) -> None:
         """Add what the cache itself has counted. cancelled: requests; abandoned: fetches."""
         get = self._cache.metrics.get
-        for why in ("evicted", "full", "failed"):
+        for why in ("evicted", "full", "failed", "headless", "budget", "deadline"):
             self.counts[f"spill_dropped_{why}"] = int(get("dropped_spills", reason=why))
         self.counts["save_refused_for_room"] = int(get("dropped_saves", reason="busy"))
         self.counts["save_copy_failed"] = int(get("dropped_saves", reason="copy"))

@@ -174,6 +174,7 @@ def test_what_dram_evicts_at_its_turn_is_passed_over(new_spill, monkeypatch):
     monkeypatch.setattr(bench.catalog, "missing_chain", evicting)
     bench.spill(parts)
     assert bench.disk.calls == []
+    assert bench.dropped("evicted") == 2
 
 
 @pytest.mark.parametrize("when", ["queued", "written"])

@@ -264,9 +264,9 @@ def test_what_is_late_is_told_from_what_is_not(new_spill):
     async def scene():
         async with bench.strays.changing:
             await bench.offer(parts[:2])
-            bench.small.clock.now += LATE_SECONDS
-            await bench.offer(parts[2:])  # two are queued behind them, four wait
             bench.small.clock.now += 1
+            await bench.offer(parts[2:])  # two are queued behind them, four wait
+            bench.small.clock.now += LATE_SECONDS
             await bench.spiller.expire()
             assert len(bench.spiller._queue) == 2
             assert bench.dropped("deadline") == 2
@@ -286,9 +286,9 @@ def test_names_that_are_late_are_told_from_those_that_are_not(new_spill):
     async def scene():
         async with bench.strays.changing:
             await bench.offer(parts[:6])  # four are queued, two wait
-            bench.small.clock.now += LATE_SECONDS
-            await bench.offer(parts[6:])
             bench.small.clock.now += 1
+            await bench.offer(parts[6:])
+            bench.small.clock.now += LATE_SECONDS
             await bench.spiller.expire()
             assert list(bench.spiller._waiting) == [part.name for part in parts[6:]]
             bench.small.clock.now += LATE_SECONDS

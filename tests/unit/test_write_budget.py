@@ -186,3 +186,18 @@ def test_a_part_that_is_sent_again_is_paid_for_again(new_spill):
     bench.spill([part])
     assert len(bench.disk.calls) == 3
     assert bench.dropped("budget") == 1
+
+
+def test_ahead_of_eviction_nothing_is_tried_again_until_it_can_be_paid_for(new_spill):
+    bench = new_spill(8)
+    bench.disk.admission = "on-evict"
+    bench.disk.writes = WriteBudget(FOOTPRINT, bench.small.clock)
+    bench.disk.writes.spend(FOOTPRINT)
+    bench.spill(chain(8))
+    before = bench.dropped("budget")
+    assert before > 0
+    bench.spill([], [], [])
+    assert bench.dropped("budget") == before
+    bench.small.clock.now += DAY  # it is full, and that is just enough
+    bench.spill([])
+    assert bench.numbers == [[0]]
