@@ -17,7 +17,7 @@ __all__ = ["REMOVAL"]
 
 REMOVAL: Final[list[Mutation]] = []
 _takes_away = collector(REMOVAL)
-_BACK: Final = "withdrawn, and is in|invalidated, and is in"
+_BACK: Final = "withdrawn, and is in|invalidated, and is in|written twice"
 
 
 @_takes_away("what is withdrawn while it is saved or read is not published", "order|withdrawn|row")

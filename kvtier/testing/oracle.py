@@ -254,8 +254,6 @@ class Oracle:
     def check_rest(self) -> None:
         """Check that nothing is held once all requests and moves have ended."""
         self.check()
-        for look in self.also_at_rest:
-            look()
         moves = self.cache._moves
         self._left(not self._leases(), "a lease is left")
         self._left(not len(self.cache._plans), "a plan is left")
@@ -272,6 +270,8 @@ class Oracle:
         for row in index.rows.values():
             in_dram = index.present[row] & 1 << DRAM
             self._left(bool(index.serial[row]) == bool(in_dram), f"the slot of row {row} leaks")
+        for look in self.also_at_rest:
+            look()
 
     def check_empty(self) -> None:
         """Check that nothing at all is left."""
