@@ -35,6 +35,7 @@ class _Absent:
         self._names: dict[RecordId, None] = {}
         self._until: dict[RecordId, float] = {}
         self._saves: dict[RecordId, int] = {}
+        self._late = ""
         self._clock = cache._depot.clock
         catalog: Any = cache._catalog
         sweeper = cache._moves.sweeper
@@ -70,14 +71,16 @@ class _Absent:
         await self._expire()
         for name, until in self._until.items():
             if until <= now and self._there(name):
-                raise SimError(f"{name.hex()[:8]} was due at {until:.3f}, and is there still")
+                self._late = f"{name.hex()[:8]} was due at {until:.3f}, and is there still"
 
     def saves(self, name: RecordId) -> int:
         """Return how many saves of a part have begun."""
         return self._saves.get(name, 0)
 
     def check(self) -> None:
-        """Check that none of them is in a tier."""
+        """Check that none of them is in a tier, and none that was due."""
+        if self._late:  # raised here: the reaper must go on until then
+            raise SimError(self._late)
         for name in self._names:
             if self._there(name):
                 raise SimError(f"{name.hex()[:8]} was withdrawn, and is in a tier again")
