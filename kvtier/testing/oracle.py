@@ -16,6 +16,7 @@ from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot
 from kvtier.prefix import Prefix
+from kvtier.testing.simmodel import CHUNK, Model
 from kvtier.testing.simtask import Leak, SimError
 
 __all__ = ["Oracle", "payload"]
@@ -29,13 +30,15 @@ def payload(name: RecordId, size: int) -> bytes:
 
 
 class Oracle:
-    """Recounts one cache. ``check`` raises SimError with the first thing that does not hold.
+    """Recounts one catalog. ``check`` raises SimError with the first thing that does not hold.
 
-    exact_budgets: whether a tier's budget binds now; a shared tier's is a target only.
+    caches: all that share it.
     """
 
-    def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
+    def __init__(self, cache: Cache, model: Model, clock: Callable[[], float]) -> None:
         self.cache = cache
+        self.caches = [cache]
+        self.model = model
         self.lost = 0
         self.also: list[Callable[[], None]] = []
         self.also_at_rest: list[Callable[[], None]] = []
@@ -211,36 +214,55 @@ class Oracle:
         self._expect(data == payload(name, size), f"{what} bytes of {name.hex()[:8]} are wrong")
 
     def expect_match(self, match: Match) -> None:
-        """Check that every part up to the matched length is somewhere, its ancestors too."""
-        index = self._index
-        for chunk in match.prefix.names[: match.chunks]:
-            for name in chunk:
-                row = index.find(name)
-                self._expect(
-                    row != NO_ROW and index.present[row] != 0, "a part that is nowhere was matched"
-                )
-        usable = max(len(match.prefix.tokens) - 1, 0)
-        self._expect(match.tokens <= usable, "a match is longer than the prompt allows")
+        """Check that a match is as long as what is anywhere allows, and not longer.
 
-    def kept_somewhere(self, match: Match, kept: Mapping[int, Container[RecordId]]) -> int:
-        """Return how many matched chunks, from the first, some tier has that the index names.
+        Nor shorter than what is in the tiers that answer.
+        """
+        names, prompt = match.prefix.names, len(match.prefix.tokens)
+        most = self.model.usable(names, prompt, self._present)
+        self._expect(match.tokens <= most, "a part that is nowhere was matched")
+        tiers = self.cache._depot.tiers.items()
+        answering = 1 | sum(1 << number for number, tier in tiers if tier.available)
+        least = self.model.usable(names, prompt, lambda name: self._present(name) & answering)
+        self._expect(match.tokens >= least, f"{match.tokens} tokens were matched of {least}")
+
+    def _present(self, name: RecordId) -> int:
+        row = self._index.rows.get(name, NO_ROW)
+        return self._index.present[row] if row != NO_ROW else 0
+
+    def readable(self, match: Match, slots: int, has: Callable[[RecordId], object]) -> int:
+        """Return how many of the matched tokens a fetch brings into so many slots.
+
+        has: says which parts can be read. Of a model that does not need all of every chunk it is
+        all tokens or none: a shorter prefix needs other parts.
+        """
+        names = match.prefix.names
+        if not self.model.plain:
+            needed = list(self.model.needed(names, match.tokens))
+            return match.tokens if len(needed) <= slots and all(map(has, needed)) else 0
+        chunks = min(-(-match.tokens // CHUNK), slots // self.model.width)
+        while not all(map(has, self.model.needed(names, chunks * CHUNK))):
+            chunks -= 1
+        return min(chunks * CHUNK, match.tokens)
+
+    def copies(self, kept: Mapping[int, Container[RecordId]]) -> Callable[[RecordId], bool]:
+        """Return what says whether some tier has a part that the index names, and can return it.
 
         kept: by tier number, the names of what its Store really has.
         """
-        index = self._index
-        for count, chunk in enumerate(match.prefix.names[: match.chunks]):
-            for name in chunk:
-                bits = index.present[index.find(name)]
-                below = any(bits >> tier & 1 and name in names for tier, names in kept.items())
-                if not (bits & 1 << DRAM or below):
-                    return count
-        return match.chunks
+
+        def has(name: RecordId) -> bool:
+            bits = self._present(name)
+            below = any(bits >> tier & 1 and name in names for tier, names in kept.items())
+            return bool(bits & 1 << DRAM) or below
+
+        return has
 
     def known(self, prefix: Prefix) -> int:
-        """Return how many chunks of a prompt, from the first, are in a tier or being written."""
+        """Return how many chunks, from the first, have all that later ones need, or get it now."""
         rows, present, serial = self._index.rows, self._index.present, self._index.serial
         for count, chunk in enumerate(prefix.names):
-            found = [rows.get(name, NO_ROW) for name in chunk]
+            found = [rows.get(name, NO_ROW) for name in self.model.anchors(chunk)]
             if not all(row != NO_ROW and (present[row] or serial[row]) for row in found):
                 return count
         return len(prefix.names)
@@ -256,7 +278,7 @@ class Oracle:
         self.check()
         moves = self.cache._moves
         self._left(not self._leases(), "a lease is left")
-        self._left(not len(self.cache._plans), "a plan is left")
+        self._left(not any(len(cache._plans) for cache in self.caches), "a plan is left")
         self._left(not moves._saved, "a save is left")
         self._left(not moves._fetcher._reading, "a read is left")
         self._left(not moves._fetcher._tasks, "a reading task is left")

@@ -17,16 +17,15 @@ from kvtier.cache import Match
 from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.prefix import Prefix
 from kvtier.testing.simdevice import pause
+from kvtier.testing.simmodel import BLOCK, CHUNK
 from kvtier.testing.simremoval import Removals
 from kvtier.testing.simtask import SimError
 
 if TYPE_CHECKING:
-    from kvtier.testing.simworld import World
+    from kvtier.testing.simworld import Engine, World
 
-__all__ = ["BLOCK", "CHUNK", "FOREVER", "Clients"]
+__all__ = ["FOREVER", "Clients"]
 
-BLOCK: Final = 4
-CHUNK: Final = 8
 FOREVER: Final = 10_000.0
 _STALE_SECONDS: Final = 0.1
 _LATE_SECONDS: Final = 0.02  # beyond what a stall explains
@@ -65,19 +64,21 @@ class Clients:
             turn += 1
 
     async def _request(self, rng: random.Random, tokens: NDArray[np.int32]) -> None:
-        prefix = self._cache.prefix(tokens[: rng.randint(len(tokens) // 2, len(tokens))])
+        engine = rng.choice(self._world.engines)
+        prefix = engine.cache.prefix(tokens[: rng.randint(len(tokens) // 2, len(tokens))])
         await pause(rng)
-        match = self._cache.match(prefix)
+        match = engine.cache.match(prefix)
         if self._world.atomic:
             self._oracle.expect_match(match)
         self._world.after(f"match {match.chunks} of {len(prefix.names)} chunks")
         await (pause(rng) if rng.random() < 0.7 else asyncio.sleep(rng.uniform(0, _STALE_SECONDS)))
         first = rng.randrange(match.chunks + 1) if rng.random() < 0.3 else 0
-        lease = await self._acquire(rng, match, first)
+        lease = await self._acquire(rng, engine, match, first)
         if lease is not None:
-            await self._load(rng, match, lease)
-        await self._save(rng, prefix)
-        self._removals.maybe(prefix)
+            await self._load(rng, engine, match, lease)
+        await self._save(rng, engine, prefix)
+        if engine.cache is self._cache:
+            self._removals.maybe(prefix)
         if self._scenario.clears and rng.random() < 0.3:
             tier = rng.choice(("dram", *self._cache._depot.numbers))
             self._cache.clear(tier, timeout=FOREVER)
@@ -96,14 +97,16 @@ class Clients:
             self._cache.clear("dram", timeout=FOREVER)
         return prompts[turn % len(prompts)]
 
-    async def _acquire(self, rng: random.Random, match: Match, first: int) -> Lease | None:
+    async def _acquire(
+        self, rng: random.Random, engine: Engine, match: Match, first: int
+    ) -> Lease | None:
         hold = rng.choice((0.001, 0.02, 5.0))
         if rng.random() < 0.5 and all(tier == "dram" for tier in match.tiers[first:]):
-            lease = self._cache.lease(match, deadline=hold, first=first)
+            lease = engine.cache.lease(match, deadline=hold, first=first)
             self._world.after(f"lease {'refused' if lease is None else lease.serial}")
             return lease
         within = rng.choice((0.0, 0.002, 0.05, 2.0))
-        transfer = self._cache.fetch(match, timeout=within, deadline=hold, first=first)
+        transfer = engine.cache.fetch(match, timeout=within, deadline=hold, first=first)
         self._world.after("fetch")
         if rng.random() < 0.1:
             self._world.abandoned += 1
@@ -135,21 +138,22 @@ class Clients:
         """Check that a fetch did not wait on when all that it wanted had come."""
         if any(shape.shared for shape in self._scenario.tiers):  # they are asked for more
             return
+        if self._removals._rate:  # what is saved anew may come before the read of what it was
+            return
         came = (self._oracle.came.get(row, asked) for rows in lease.rows for row in rows)
         late = self._loop.time() - max(asked, *came)
         if late > self._loop.stalled - stalled + _LATE_SECONDS:
             raise SimError(f"a fetch ended {late:.3f} s late: all of it had come")
 
-    async def _load(self, rng: random.Random, match: Match, lease: Lease) -> None:
+    async def _load(self, rng: random.Random, engine: Engine, match: Match, lease: Lease) -> None:
         with lease:
             await pause(rng)
             if rng.random() < 0.2:
                 return
-            skip = rng.randrange(lease.chunks * CHUNK // BLOCK)
+            skip = rng.randrange((lease.tokens - lease.first * CHUNK) // BLOCK)
             start = lease.first * CHUNK + skip * BLOCK
-            stop = (lease.first + lease.chunks) * CHUNK
-            blocks = range(start // BLOCK, stop // BLOCK)
-            plan = self._cache.plan_load(lease, blocks, start=start)
+            tables = self._world.tables.into(rng, start, lease.tokens)
+            plan = engine.cache.plan_load(lease, tables, start=start)
             self._world.after(f"plan load {'refused' if plan is None else plan.id}")
             if plan is None:
                 if self._loop.time() < lease.deadline:
@@ -157,32 +161,32 @@ class Clients:
                 return
             if self._world.atomic and self._loop.time() >= lease.deadline:
                 raise SimError("a plan was issued after its lease's deadline")
-            copy = self._world.device.load(rng, plan, match.prefix)
+            engine.device.expect_all(plan, match.prefix, start, lease.tokens)
+            copy = engine.device.load(rng, plan, match.prefix)
             await pause(rng)
             await pause(rng)
         await asyncio.shield(copy)
         tiers = dict.fromkeys(lease.sources, CHUNK)
-        self._cache.loaded(match, tiers, lease.first)
+        engine.cache.loaded(match, tiers, lease.first)
         self._world.after("loaded")
 
-    async def _save(self, rng: random.Random, prefix: Prefix) -> None:
+    async def _save(self, rng: random.Random, engine: Engine, prefix: Prefix) -> None:
         chunks = len(prefix.names)
         saved = 0
         for upto in sorted({rng.randint(0, chunks), chunks}):
             await pause(rng)
             computed = prefix.head(prefix.tokens, upto)
-            blocks = range(upto * CHUNK // BLOCK)
             known = self._oracle.known(computed)
-            retention = self._removals.retention(computed)
-            plan = self._cache.plan_save(computed, blocks, first=saved, retention=retention)
+            tables, retention = self._world.tables.of(rng, upto), self._removals.retention(computed)
+            plan = engine.cache.plan_save(computed, tables, first=saved, retention=retention)
             if known >= saved and self._world.atomic:  # otherwise the chain was broken before
                 self._oracle.expect_known(computed, known)
             saved = upto
             self._world.after(f"plan save {'of nothing' if plan is None else plan.id}")
             if plan is None:
                 continue
-            self._world.saved_chunks += len({part.blocks for part in plan.parts})
+            self._world.saved_chunks += engine.device.chunks(plan)
             good = rng.random() > 0.1
-            copy = self._world.device.save(rng, plan, prefix, good=good)
+            copy = engine.device.save(rng, plan, prefix, good=good)
             if rng.random() < 0.5:
                 await asyncio.shield(copy)

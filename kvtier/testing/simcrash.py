@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.cache import Cache
 from kvtier.errors import Unavailable
 from kvtier.identity.record import Header, RecordId
 from kvtier.testing.faults import FaultyStore
@@ -128,8 +129,9 @@ def check_reopened(world: World, past: Past) -> None:
     world.oracle.check()
     if world.oracle.orphans != headless:
         raise SimError(f"{world.oracle.orphans} orphans, where a crash left {headless}")
-    for tokens in world.prompts:
-        _check_match(world, tokens, found)
+    for engine in world.engines:
+        for tokens in world.prompts:
+            _check_match(world, engine.cache, tokens, found)
     world.after("reopened")
 
 
@@ -143,13 +145,11 @@ def _check_budget(world: World, number: int, store: FaultyStore) -> None:
         raise SimError(f"store {number}: its bytes after a crash are not those that are counted")
 
 
-def _check_match(world: World, tokens: NDArray[np.int32], found: dict[RecordId, Header]) -> None:
-    """What was kept without a gap from the first chunk on is matched, and nothing else."""
-    match = world.cache.match(tokens)
-    names = match.prefix.names
-    kept = next(
-        (n for n, chunk in enumerate(names) if not all(name in found for name in chunk)),
-        len(names),
-    )
-    if match.chunks != kept:
-        raise SimError(f"{match.chunks} chunks are matched after a crash that left {kept}")
+def _check_match(
+    world: World, cache: Cache, tokens: NDArray[np.int32], found: dict[RecordId, Header]
+) -> None:
+    """What was kept and can be used is matched, and nothing else."""
+    match = cache.match(tokens)
+    kept = world.model.usable(match.prefix.names, len(tokens), found.get)
+    if match.tokens != kept:
+        raise SimError(f"{match.tokens} tokens are matched after a crash that left {kept}")

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
-from kvtier.cache import Cache
+from kvtier.cache import Cache, Match
 from kvtier.catalog.catalog import Part
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease, LeaseState
@@ -130,13 +130,18 @@ class Events:
 
     def _watch_catalog(self) -> None:
         catalog = self._cache._catalog
-        self._after(catalog, "lease", self._if_none("lease_refused"))
         self._after(catalog, "issue", self._if_not("plan_refused"))
         self._after(catalog, "commit", self._if_not("commit_refused"))
         self._after(catalog, "hold_for_fetch", self._held_for_fetch)
         self._after(catalog, "release_rows", self._waited)
         self._after(catalog._room, "last_copy", self._evicted_last_copy)
-        clear, end = catalog.clear, catalog._leases.end
+        clear, end, lease = catalog.clear, catalog._leases.end, self._cache.lease
+
+        def watched_lease(match: Match, *, deadline: float, first: int = 0) -> Lease | None:
+            leased = lease(match, deadline=deadline, first=first)
+            if leased is None and match.chunks > first:
+                self.count("lease_refused")
+            return leased
 
         def watched_clear(tier: int) -> Any:
             if self._index.held_rows:
@@ -150,11 +155,9 @@ class Events:
                     self.count("lease_expired_with_plan_out")
             end(lease, state)
 
+        self._cache.lease = watched_lease  # type: ignore[method-assign]
         catalog.clear = watched_clear  # type: ignore[method-assign]
         catalog._leases.end = watched_end  # type: ignore[method-assign]
-
-    def _if_none(self, name: str) -> Callable[..., None]:
-        return lambda result, *_: self.count(name) if result is None else None
 
     def _if_not(self, name: str) -> Callable[..., None]:
         return lambda result, *_: None if result else self.count(name)

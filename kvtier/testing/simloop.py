@@ -128,6 +128,7 @@ class SimLoop(base_events.BaseEventLoop):
         task: SimTask[T] = SimTask(coro, loop=self, name=label, context=context)
         parent = tasks.current_task(self)
         task.family = parent.family if isinstance(parent, SimTask) else None
+        task.ticks = any(part in task.get_name() for part in self.conditions.daemons)
         self._tasks.append(task)
         return task
 
@@ -266,7 +267,7 @@ class SimLoop(base_events.BaseEventLoop):
         to_come = self.conditions
         self._now += self._timing.random() * to_come.step_seconds
         self._collect_due()
-        self._ready = [handle for handle in self._ready if not handle.cancelled()]
+        self._ready = [one for one in self._ready if not one._cancelled]
         stalled = self._timing.random() < to_come.stall_rate
         if self._scheduled and not self._stopping:
             when = self._scheduled[0].when()
@@ -283,7 +284,7 @@ class SimLoop(base_events.BaseEventLoop):
 
     def _collect_due(self) -> None:
         timers = self._scheduled
-        while timers and (timers[0].cancelled() or timers[0].when() <= self._now):
+        while timers and (timers[0].when() <= self._now or timers[0].cancelled()):
             handle = heapq.heappop(timers)
             handle._scheduled = False  # type: ignore[attr-defined]
             if not handle.cancelled():
@@ -298,14 +299,17 @@ class SimLoop(base_events.BaseEventLoop):
         name = task.get_name()
         count = self.task_steps[name] = self.task_steps.get(name, 0) + 1
         self.note("step", f"{name}#{count}")
-        if not any(part in name for part in self.conditions.daemons):
+        if not task.ticks:
             self._busy_at = self._now
         elif self._now - self._busy_at > (idle := self.conditions.max_idle_seconds):
             raise Deadlock(f"only daemons ran for {idle:.0f} s\n{self.waiting()}")
         self._maybe_cancel(task, "before")
 
     def _maybe_cancel(self, task: SimTask[Any], phase: str) -> None:
-        name, limits = task.get_name(), self.conditions
+        limits = self.conditions
+        if not limits.cancel_rate and limits.cancel_at is None:
+            return
+        name = task.get_name()
         if task.done() or name in self.cancelled:
             return
         hit = limits.cancel_at == (name, self.task_steps[name], phase)

@@ -8,6 +8,7 @@ from typing import Final, Literal
 
 from kvtier.testing.faults import Rates
 from kvtier.testing.simconditions import Cancel
+from kvtier.testing.simmodel import MODELS
 
 __all__ = ["HANG_SECONDS", "TROUBLES", "Scenario", "TierShape"]
 
@@ -55,9 +56,11 @@ _DECAY: Final = Rates(wrong=0.6, lost_ack=0.95)
 class Scenario:
     """The shape of one run. ``draw`` takes it from a seed, faults and cancellations included.
 
-    clients: each sends two to four requests, one after the other; one is a match, perhaps a load,
-    and a save. ops: calls on the cache after which no request begins, in place of that number.
+    model: of MODELS. clients: each sends two to four requests, one after the other; one is a
+    match, perhaps a load, and a save. ops: calls on the cache after which no request begins, in
+    place of that number.
     only: numbers of the clients that take part; empty for all.
+    strangers: requests are of two namespaces that share the catalog.
     herd: all clients want the same prompt at the same time, and DRAM has just been cleared.
     crashes: the step at which each life ends, before the last; at rest if it has fewer. in_write:
     not before a write to a store is under way, unless that takes 300 steps.
@@ -66,9 +69,9 @@ class Scenario:
 
     dram_slots: int
     tiers: tuple[TierShape, ...]
-    components: int
-    shards: int
+    model: str
     clients: int
+    strangers: bool = False
     rates: Rates = _NO_FAULTS
     cancel_rate: float = 0.0
     clears: bool = False
@@ -87,17 +90,17 @@ class Scenario:
         """Return the scenario of a seed: small, so that everybody is in everybody's way."""
         rng = random.Random(f"{seed}/scenario")
         (kind,) = rng.choices(tuple(_WORLDS), tuple(_WORLDS.values()))
-        components, shards = rng.choice(((1, 1), (1, 1), (1, 2), (2, 1)))
+        model = rng.choice(("plain", "plain", *MODELS))
         crashes = tuple(rng.randint(50, 900) for _ in range(rng.choice((1, 2, 2))))
         drawn = cls(
-            dram_slots=rng.randint(3, 7) * components * shards,
+            dram_slots=rng.randint(3, 7) * MODELS[model].width,
             tiers=_admitting(_tiers(rng), random.Random(f"{seed}/admission")),
-            components=components,
-            shards=shards,
+            model=model,
             clients=rng.randint(5, 10),
             rates=_trouble(rng),
             cancel_rate=rng.choice((0.0, 0.02, 0.05)),
             clears=rng.random() < 0.45,
+            strangers=rng.random() < 0.25,
             herd=rng.random() < 0.25,
             order="pct" if rng.random() < 0.3 else "random",
         )
@@ -113,8 +116,8 @@ class Scenario:
             rates = Rates(**{rng.choice(("unavailable", "failed")): 0.9})
             return replace(drawn, tiers=(*first, *rest), rates=rates)
         if kind == "decaying":
-            drawn = replace(drawn, components=1, shards=1, dram_slots=3, clients=10)
-            drawn = replace(drawn, clears=False, herd=False, cancel_rate=0.0)
+            drawn = replace(drawn, model="plain", dram_slots=3, clients=10)
+            drawn = replace(drawn, clears=False, herd=False, strangers=False, cancel_rate=0.0)
             return replace(drawn, tiers=_DECAYING, rates=_DECAY)
         return drawn
 

@@ -32,9 +32,11 @@ class SimTask(asyncio.Task[T]):
     """A task that is hashed by its number: TaskGroup and ``asyncio.wait`` iterate over sets.
 
     family: inherited from the task that started it, so that all of a Flow's can be told apart.
+    ticks: it does so for ever, and nobody waits for its end.
     """
 
     serial: int
+    ticks: bool
     family: object | None
 
     def __new__(cls, *_: Any, loop: Any, **__: Any) -> Self:

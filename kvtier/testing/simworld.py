@@ -10,7 +10,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvtier.cache import Cache
 from kvtier.config import Config, TierConfig
-from kvtier.identity.geometry import Component, Geometry
+from kvtier.identity.geometry import Geometry
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.record import HEADER_BYTES
 from kvtier.identity.shape import chunk_shape
@@ -26,38 +26,43 @@ from kvtier.memory.arena import PAGE_BYTES
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.faults import FaultyStore
 from kvtier.testing.oracle import Oracle
-from kvtier.testing.simclient import BLOCK, CHUNK, FOREVER, Clients
+from kvtier.testing.simclient import FOREVER, Clients
 from kvtier.testing.simconditions import Conditions
 from kvtier.testing.simcrash import Crash, Ledger, Past, check_reopened, crash
-from kvtier.testing.simdevice import SimDevice
+from kvtier.testing.simdevice import SimDevice, Tables
 from kvtier.testing.simdisk import SimDisk
 from kvtier.testing.simflow import SimFlow
 from kvtier.testing.simhost import SharedMemory, write_as_another_host
 from kvtier.testing.simloop import SimLoop, simulate
+from kvtier.testing.simmodel import BLOCK, CHUNK, MODELS
 from kvtier.testing.simrest import Ending
 from kvtier.testing.simscenario import HANG_SECONDS, Scenario, TierShape
 from kvtier.testing.simspill import Meter, SpillWatch
+from kvtier.testing.simtask import SimError
 from kvtier.tiers.store import Store, Write
 
-__all__ = ["World", "run_world"]
+__all__ = ["Engine", "World", "run_world"]
 
-_GEOMETRY: Final = Geometry(
-    components=(Component(1, 2, 4), Component(1, 2, 8, name="second")),
-    dtype="int8",
-    block_tokens=(BLOCK,),
-    chunk_tokens=CHUNK,
-)
 _CHECK_STEPS: Final = 16
 _CRASH_STEPS: Final = 300
 
 
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What serves requests of one namespace."""
+
+    cache: Cache
+    device: SimDevice
+
+
 class World:
-    """One cache, its stores, its clients. Everything it draws comes from the loop's seed.
+    """One catalog, its stores, its clients. Everything it draws comes from the loop's seed.
 
     atomic: nothing else happens between a call on the cache and the look at what it did.
 
+    engines: one, or two of different namespaces; cache: that of the first.
     past: what an earlier life left, None in the first. calls: on the cache so far, by clients
-    and device. saved_chunks, abandoned: what they asked for.
+    and devices. saved_chunks, abandoned: what they asked for.
     """
 
     atomic = True
@@ -67,9 +72,11 @@ class World:
         self.scenario = scenario
         self.past = past
         self.life = past.life if past is not None else 0
-        geometry = replace(_GEOMETRY, components=_GEOMETRY.components[: scenario.components])
+        self.model = MODELS[scenario.model]
+        geometry = Geometry(self.model.components, "int8", (BLOCK,), CHUNK)
+        shape = chunk_shape(geometry, self.model.shards, self.model.stages)
+        self._largest = max(shape.nbytes) + HEADER_BYTES
         namespace = Namespace("simulated", geometry)
-        self._largest = max(chunk_shape(geometry, scenario.shards).nbytes) + HEADER_BYTES
         self.prompts = past.prompts if past is not None else _prompts(loop.rng("world"))
         self.stores: list[FaultyStore] = []
         self.meters: list[Meter] = []
@@ -78,18 +85,27 @@ class World:
         config = Config(scenario.dram_slots * PAGE_BYTES, tuple(settings))
         flow = SimFlow(loop)
         self.cache = self.open_cache(config, namespace, flow)
-        self.oracle = Oracle(self.cache, loop.time)
+        self.oracle = Oracle(self.cache, self.model, loop.time)
         self.spills = SpillWatch(self.cache, loop.time)
         self.calls = past.calls if past is not None else 0
         self.saved_chunks = 0
         self.abandoned = 0
         self.left: Past | None = None
-        self.device = SimDevice(loop, self.cache, self.oracle, self.after)
+        self.tables = Tables(self.model)
+        self.engines = [self._engine(self.cache, "copy")]
+        if scenario.strangers:
+            ranks = {"shards": self.model.shards, "stages": self.model.stages}
+            other = self.cache.share(Namespace("another", geometry), **ranks)
+            self.engines.append(self._engine(other, "other"))
+            self.oracle.caches.append(other)
+
+    def _engine(self, cache: Cache, name: str) -> Engine:
+        return Engine(cache, SimDevice(self.loop, cache, self.oracle, self.after, name))
 
     def open_cache(self, config: Config, namespace: Namespace, flow: SimFlow) -> Cache:
         """Open the one cache of this world."""
-        clock, shards = self.loop.time, self.scenario.shards
-        return Cache(config, namespace, shards=shards, clock=clock, flow=flow)
+        clock, ranks = self.loop.time, {"shards": self.model.shards, "stages": self.model.stages}
+        return Cache(config, namespace, clock=clock, flow=flow, **ranks)
 
     def start_request(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Future[None]:
         """Start what an engine does for one request."""
@@ -132,10 +148,11 @@ class World:
             for shape, store in zip(self.scenario.tiers, self.stores, strict=True):
                 if shape.shared:
                     write_as_another_host(self.cache, store.inner, self.prompts, others)
+        self._check_strangers()
         self.loop.on_step = self._step
         await Clients(self).serve()
         if self.life < len(self.scenario.crashes):  # it has come to rest before its time
-            await self.device.idle()
+            await self.idle()
             self.cache.flush(timeout=FOREVER)
             self._crash()
         await Ending(self).wind_down()
@@ -146,6 +163,23 @@ class World:
         if self.scenario.ops is None:
             return None
         return self.scenario.ops * (self.life + 1) // (len(self.scenario.crashes) + 1)
+
+    def _check_strangers(self) -> None:
+        """No part of one namespace has a name in the other."""
+        for tokens in self.prompts:
+            names = [
+                name
+                for engine in self.engines
+                for chunk in engine.cache.prefix(tokens).names
+                for name in chunk
+            ]
+            if len(set(names)) < len(names):
+                raise SimError("two namespaces share the name of a part")
+
+    async def idle(self) -> None:
+        """Return when every copy has ended."""
+        for engine in self.engines:
+            await engine.device.idle()
 
     def _step(self) -> None:
         if self._must_crash():

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from kvtier.testing.faults import Rates
+from kvtier.testing.simmodel import MODELS
 from kvtier.testing.simscenario import TROUBLES, Scenario, TierShape
 from kvtier.testing.simworld import run_world
 
@@ -56,6 +57,8 @@ def test_worlds_of_every_kind_are_drawn():
     crashing = sum(bool(one.crashes) for one in drawn)
     assert 0.2 * SEEDS <= crashing <= 0.4 * SEEDS
     assert 0.2 * SEEDS <= sum(one.order == "pct" for one in drawn) <= 0.4 * SEEDS
+    assert {one.model for one in drawn} == set(MODELS)
+    assert sum(one.strangers for one in drawn) >= 0.15 * SEEDS
     for what in TROUBLES:
         assert sum(one.without(what) != one for one in drawn) >= 10
 
@@ -65,8 +68,7 @@ def test_a_tier_that_always_fails_in_one_way_is_only_a_miss(kind):
     scenario = Scenario(
         dram_slots=4,
         tiers=(TierShape(8), TierShape(None)),
-        components=1,
-        shards=1,
+        model="plain",
         clients=6,
         rates=Rates(**{kind: 1.0}),
         cancel_rate=0.02,
