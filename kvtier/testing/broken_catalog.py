@@ -170,7 +170,7 @@ def never_free_what_is_evicted() -> list[Patch]:
     return [(Room, "leave", broken)]
 
 
-@_takes_away("a save whose copy failed gives its slot back", "is left|leaks|held|belongs to no")
+@_takes_away("a save whose copy failed gives its slot back", "is left|leaks|held|belongs|dealt")
 def never_free_what_was_not_saved() -> list[Patch]:
     return [(Catalog, "abort", lambda _self, _name, _slot: None)]
 

@@ -265,3 +265,13 @@ def test_a_clear_waits_for_a_batch_to_be_written(new_spill):
 
     asyncio.run(scene())
     assert bench.disk.kept == {}
+
+
+def test_a_tier_that_does_not_answer_is_not_asked_to_delete_what_failed(new_spill):
+    bench = new_spill()
+    (part,) = chain(1)
+    bench.disk.fate = {part.name: [Status.FAILED]}
+    bench.disk.available = False
+    bench.spill([part])
+    assert bench.disk.deletes == []
+    assert part.name in bench.strays
