@@ -24,6 +24,7 @@ from kvtier.memory.arena import Slot, slot_bytes_for
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.faults import FaultyStore, Rates
 from kvtier.testing.oracle import Oracle
+from kvtier.testing.simmodel import Model
 from kvtier.testing.toy import CHUNK_BYTES, NAMESPACE, Toy
 from kvtier.tiers.store import Capabilities, Read, Status, Store, Write
 from kvtier.transfer import CopyStatus
@@ -150,6 +151,9 @@ def lmdb(folder: Path) -> str:
 
 class Recount(Oracle):
     """Recounts a cache from outside. What the bytes must be, the toy engine knows."""
+
+    def __init__(self, cache: kvtier.Cache, clock: Clock) -> None:
+        super().__init__(cache, Model(cache.geometry.components, *cache.ranks), clock)
 
     def expect_bytes(self, name: RecordId, slot: Slot, size: int, what: str) -> None:
         self._expect(self._arena.holds(slot), f"a {what} slot is not in use")
