@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Final
 
 from kvtier.identity.record import RecordId
@@ -24,7 +25,7 @@ class Admission:
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier
-        self._seen: dict[RecordId, None] = {}
+        self._seen: OrderedDict[RecordId, None] = OrderedDict()
 
     @property
     def runs_ahead(self) -> bool:
@@ -50,6 +51,6 @@ class Admission:
         if name in self._seen:
             return True
         if len(self._seen) >= _SEEN_NAMES:
-            del self._seen[next(iter(self._seen))]
+            self._seen.popitem(last=False)
         self._seen[name] = None
         return False

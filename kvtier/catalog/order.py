@@ -52,7 +52,7 @@ class Order:
         self._queues: dict[tuple[int, int], _Queue] = {}
         self._first: OrderedDict[int, None] = OrderedDict()  # a stack: children above parents
         self._parked: dict[int, None] = {}
-        self._stuck: dict[int, None] = {}  # parked, since this is the last copy of a parent
+        self._stuck: OrderedDict[int, None] = OrderedDict()  # parked: a parent's last copy
         self._count = 0
 
     def __len__(self) -> int:

@@ -7,6 +7,7 @@ a read that fails later shortens the load.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Final
 
@@ -46,7 +47,7 @@ class Probe:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._absent: dict[bytes, float] = {}
+        self._absent: OrderedDict[bytes, float] = OrderedDict()
 
     def due(self, name: bytes) -> bool:
         """Say whether it is worth asking for the part: it was not found missing just now."""
@@ -61,5 +62,5 @@ class Probe:
         """Remember that the part was not there."""
         self._absent.pop(name, None)
         if len(self._absent) >= _REMEMBERED:
-            del self._absent[next(iter(self._absent))]
+            self._absent.popitem(last=False)
         self._absent[name] = self._clock() + _TTL_SECONDS

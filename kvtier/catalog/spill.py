@@ -17,7 +17,7 @@ import asyncio
 import bisect
 import itertools
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -75,7 +75,7 @@ class Spiller:
         self._strays = strays
         self._clock = clock
         self._offering = asyncio.Lock()
-        self._waiting: dict[RecordId, float] = {}  # since when
+        self._waiting: OrderedDict[RecordId, float] = OrderedDict()  # since when
         self._begun: dict[RecordId, RecordId] = {}  # a name, and what was queued for it last
         self._queue: deque[_Job] = deque()
         self._queued: dict[int, None] = {}  # rows: one that was withdrawn has lost its name

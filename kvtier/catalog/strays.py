@@ -9,6 +9,7 @@ nobody would know.
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Final
 
@@ -38,7 +39,7 @@ class Strays:
         self._nbytes = 0
         self._none = tier.store.capabilities.shared
         self._charged: dict[RecordId, int] = {}
-        self._noted: dict[RecordId, None] = {}  # those of them that were not withdrawn
+        self._noted: OrderedDict[RecordId, None] = OrderedDict()  # not withdrawn, oldest first
 
     def __len__(self) -> int:
         """How many there may be."""
