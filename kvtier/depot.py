@@ -11,7 +11,7 @@ from typing import Final
 from kvtier.catalog.catalog import Catalog, Shelf
 from kvtier.clock import Clock
 from kvtier.config import Config
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, MisuseError
 from kvtier.flow import Moves
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.shape import Shape
@@ -86,7 +86,7 @@ class Depot:
         """Let one more cache use it; return the number of its namespace.
 
         Raises ConfigError when its parts are larger than the arena was cut for, or one chunk
-        than its tenant may have.
+        than its tenant may have, and MisuseError once the last cache has left.
         """
         largest = max(shape.nbytes)
         if not self.arena.fits(largest):
@@ -96,6 +96,8 @@ class Depot:
             )
         self._check_ceiling(namespace.tenant, shape)
         with self._lock:
+            if not self._caches:  # it is being closed, or has been
+                raise MisuseError("this cache is closed")
             self._caches += 1
         return self.catalog.owner(namespace.digest, namespace.tenant)
 
@@ -127,7 +129,7 @@ class Depot:
         """Wait until all saves are published and written down; False when time runs out."""
         try:
             self.flow.spawn(self.moves.drained()).result(timeout)
-        except (TimeoutError, CancelledError):
+        except (TimeoutError, CancelledError, MisuseError):  # the last: it was closed meanwhile
             return False
         return True
 
