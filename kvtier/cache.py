@@ -288,6 +288,7 @@ class Cache(Upkeep):
 
         Chunks that were used again are offered to tiers that look for that.
         """
+        self._check_process()
         for tier, tokens in tiers.items():
             self.metrics.add("hit_tokens", tokens, tier=tier)
         if self._moves.counts_uses:
@@ -301,6 +302,7 @@ class Cache(Upkeep):
 
         shard, stage: the rank's. Raises ConfigError for tensors that are not of the geometry.
         """
+        self._check()  # a forked child has no such memory: touching it would end the process
         many = tensors if isinstance(tensors, (list, tuple)) else [tensors]
         depot = self._depot
         shards, stages = self.ranks

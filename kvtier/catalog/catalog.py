@@ -210,15 +210,19 @@ class Catalog(Removal):
 
     def end_lease(self, lease: Lease) -> None:
         """See ``Lease.release``."""
-        if os.getpid() != self._pid:  # before the lock, which another thread may have held
-            raise MisuseError("a lease does not cross fork; its parent holds it")
+        self._check_process()
         with self._lock:
             self._leases.end(lease, LeaseState.RELEASED)
 
     def renew_lease(self, lease: Lease, seconds: float) -> bool:
         """See ``Lease.renew``."""
+        self._check_process()
         with self._lock:
             return self._leases.renew(lease, seconds)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:  # before the lock, which another thread may have held
+            raise MisuseError("a lease does not cross fork; its parent holds it")
 
     # ---- reserve, commit, abort
 

@@ -101,7 +101,7 @@ class Lease:
         """Move the deadline to so many seconds from now. Memory only.
 
         False when the lease has ended, by release or by its deadline: a renewal comes before
-        that. Raises MisuseError for seconds that are not ahead.
+        that. Raises MisuseError for seconds that are not ahead, or in a forked child.
         """
         check_ahead("a lease's deadline", seconds)
         return self._keeper.renew_lease(self, seconds)
