@@ -263,8 +263,6 @@ class Cache(Upkeep):
         plan, refused = self._plans.save(prefix, block_ids, first, retention)
         if refused:
             self.metrics.add("dropped_saves", refused, reason="busy")
-        if self.shape.windows:
-            self._catalog.outgrown(prefix.outgrown(first))
         return plan
 
     def settle(self, plan: CopyPlan, result: CopyResult) -> None:

@@ -108,6 +108,7 @@ class Moves:
                 parts = self._saved.popleft()
                 fates = [await self._commit(one) for one in parts]
                 self._count(parts, fates)
+                self._catalog.outgrown([one.part.name for one in parts if one.part.outgrown])
                 await self._offer(
                     [one.part.name for one, why in zip(parts, fates, strict=True) if not why]
                 )

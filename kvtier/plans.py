@@ -96,6 +96,9 @@ class Plans:
             ]
             for chunk in range(first, len(prefix.names))
         ]
+        if behind := dict.fromkeys(prefix.outgrown(first)):
+            wanted = [[one._replace(outgrown=one.name in behind) for one in c] for c in wanted]
+            self._catalog.outgrown(behind)
         taken, refused = self._catalog.reserve(wanted)
         if not taken:
             return None, refused

@@ -26,7 +26,7 @@ class Part(NamedTuple):
     """One part: its name, its parent's, its chunk's depth, its raw bytes, whose it is.
 
     level: its priority; parts of a lower one leave before all of a higher one. seconds: how long
-    it is kept once it is saved.
+    it is kept once it is saved. outgrown: outside of every window already.
     """
 
     name: RecordId
@@ -36,6 +36,7 @@ class Part(NamedTuple):
     owner: int = 0
     level: int = 0
     seconds: float = float("inf")
+    outgrown: bool = False
 
 
 class Described(NamedTuple):

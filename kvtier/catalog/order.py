@@ -93,6 +93,10 @@ class Order:
         self._take(row)
         self._first[row] = None
 
+    def expends(self, row: int) -> bool:
+        """Say whether a part would leave before all others."""
+        return row in self._first
+
     def revive(self, row: int) -> None:
         """Let a part, and what hangs under it, leave in its turn again."""
         rows = [row]

@@ -213,7 +213,7 @@ class Room:
         if tier != DRAM:
             shelf.used += charged
             shelf.used_by[self.share(row)] += charged
-        if index.orphan(row):
+        if index.orphan(row) or any(other.order.expends(row) for other in self.shelves):
             shelf.order.expend(row)
         elif new and index.children[row]:
             for child in index.children_of(row):

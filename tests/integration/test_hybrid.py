@@ -184,7 +184,8 @@ def test_what_windows_leave_behind_makes_room_first(opened):
     names = cache.prefix(prompt(TOKENS)).names
     in_dram = [[bool(index.present[index.find(part)] & 1) for part in parts] for parts in names]
     assert all(full for full, _, _ in in_dram)
-    assert [window for _, window, _ in in_dram] == [False, False, False, True, True, True]
+    assert [window for _, window, _ in in_dram[:4]].count(False) == 3
+    assert all(window for _, window, _ in in_dram[4:])
     assert load(cache, ranks, np.append(prompt(TOKENS), 1)) == 96
 
 
