@@ -251,9 +251,8 @@ class Ranks:
         self.ranks = [(shard, stage) for stage in range(stages) for shard in range(shards)]
         self.most, self.block = most, geometry.block_tokens[0]
         shape = chunk_shape(geometry, shards, stages)
-        below = TierConfig("disk", "", capacity, "through", store=store)
-        tiers = () if store is None else (below,)
-        config = Config(chunks * sum(map(slot_bytes_for, shape.nbytes)), tiers)
+        below = [TierConfig("disk", "", capacity, "through", store=store)] if store else []
+        config = Config(chunks * sum(map(slot_bytes_for, shape.nbytes)), tuple(below))
         namespace = kvtier.Namespace("ranks", geometry)
         self.cache = kvtier.Cache(config, namespace, shards=shards, stages=stages)
         self.recount = Recount(self.cache, monotonic)
@@ -275,11 +274,10 @@ class Ranks:
         for one in self.geometry.components:
             layers = len(stage_layers(one, stage, stages))
             heads = one.heads // component_shards(one, shards)
-            place = (heads, one.head_size)
-            if one.needs is not Needs.LAST:
-                place = (self.block, *place)
+            tokens = () if one.needs is Needs.LAST else (self.block,)
             count = 2 * self._places(one)
-            found.append(np.zeros((layers, one.planes, count, *place), np.uint16))
+            shape = (layers, one.planes, count, *tokens, heads, one.head_size)
+            found.append(np.zeros(shape, np.uint16))
         return found
 
     def _places(self, component: kvtier.Component) -> int:
@@ -311,10 +309,8 @@ class Ranks:
         assert {result.status for result in results} == {CopyStatus.OK}
         self.cache.settle(plan, results[0])
         assert self.cache.flush(timeout=20)
-        return [
-            sum(pages._copy(part, saves=True) is not None for part in plan.parts)
-            for pages in self.pages
-        ]
+        copied = [[pages._copy(part, saves=True) for part in plan.parts] for pages in self.pages]
+        return [len(parts) - parts.count(None) for parts in copied]
 
     def load(self, tokens: np.ndarray) -> int:
         """Load what there is into all ranks; return its length. All that is needed is exact."""
