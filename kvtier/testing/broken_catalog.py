@@ -74,7 +74,10 @@ def match_a_chunk_by_its_first_part() -> list[Patch]:
 # ---- leases
 
 
-@_takes_away("a lease's slots stay while a plan is out", "loaded slot is not in use|holds")
+@_takes_away(
+    "a lease's slots stay while a plan is out",
+    "loaded slot is not in use|holds|are pinned, counted",
+)
 def drop_holds_at_the_deadline_of_a_plan() -> list[Patch]:
     def broken(self: Leases, lease: Lease) -> None:
         if lease.serial in self._all and lease.state.name != "HELD":
@@ -102,7 +105,7 @@ def never_settle_a_load() -> list[Patch]:
     return [(Catalog, "settle", lambda _self, _lease: None)]
 
 
-@_takes_away("no plan is issued after a lease's deadline", "after its lease's deadline")
+@_takes_away("no plan is issued after a lease's deadline", "its lease's deadline|was renewed")
 def never_expire_a_lease() -> list[Patch]:
     return [(Leases, "expire", lambda _self: None)]
 

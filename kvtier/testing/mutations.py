@@ -15,13 +15,14 @@ from kvtier.errors import unknown
 from kvtier.testing.broken_admission import ADMISSION
 from kvtier.testing.broken_catalog import CATALOG
 from kvtier.testing.broken_moves import MOVES
+from kvtier.testing.broken_reach import REACH
 from kvtier.testing.broken_removal import REMOVAL
 from kvtier.testing.guards import Guard, guards
 from kvtier.testing.mutation import Mutation
 
 __all__ = ["MUTATIONS", "chosen", "named", "removed"]
 
-_ALL: Final = (*CATALOG, *MOVES, *ADMISSION, *REMOVAL)
+_ALL: Final = (*CATALOG, *MOVES, *ADMISSION, *REACH, *REMOVAL)
 MUTATIONS: Final = {mutation.name: mutation for mutation in _ALL}
 
 

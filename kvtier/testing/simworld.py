@@ -35,6 +35,7 @@ from kvtier.testing.simflow import SimFlow
 from kvtier.testing.simhost import SharedMemory, write_as_another_host
 from kvtier.testing.simloop import SimLoop, simulate
 from kvtier.testing.simmodel import BLOCK, CHUNK, MODELS
+from kvtier.testing.simreach import Neighbours, draw_quotas
 from kvtier.testing.simrest import Ending
 from kvtier.testing.simscenario import HANG_SECONDS, Scenario, TierShape
 from kvtier.testing.simspill import Meter, SpillWatch
@@ -82,7 +83,8 @@ class World:
         self.meters: list[Meter] = []
         self.ledgers: dict[int, Ledger] = {}
         settings = [self._open(number, one) for number, one in enumerate(scenario.tiers, 1)]
-        config = Config(scenario.dram_slots * PAGE_BYTES, tuple(settings))
+        quotas = draw_quotas(loop, scenario) if self.atomic else {}
+        config = Config(scenario.dram_slots * PAGE_BYTES, tuple(settings), quotas)
         flow = SimFlow(loop)
         self.cache = self.open_cache(config, namespace, flow)
         self.oracle = Oracle(self.cache, self.model, loop.time)
@@ -98,6 +100,7 @@ class World:
             other = self.cache.share(Namespace("another", geometry), **ranks)
             self.engines.append(self._engine(other, "other"))
             self.oracle.caches.append(other)
+        self.neighbours = Neighbours(self, quotas)
 
     def _engine(self, cache: Cache, name: str) -> Engine:
         return Engine(cache, SimDevice(self.loop, cache, self.oracle, self.after, name))
@@ -150,7 +153,10 @@ class World:
                     write_as_another_host(self.cache, store.inner, self.prompts, others)
         self._check_strangers()
         self.loop.on_step = self._step
+        neighbours = self.neighbours.start()
         await Clients(self).serve()
+        for neighbour in neighbours:
+            await neighbour
         if self.life < len(self.scenario.crashes):  # it has come to rest before its time
             await self.idle()
             self.cache.flush(timeout=FOREVER)
