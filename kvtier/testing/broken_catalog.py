@@ -219,7 +219,7 @@ def evict_what_is_held() -> list[Patch]:
     return [(Index, "leaf", broken)]
 
 
-@_takes_away("children leave before parents", "orphans, and no tier lost anything")
+@_takes_away("children leave before parents", "no tier lost anything|its own ancestors")
 def evict_parents_before_children() -> list[Patch]:
     return [(Index, "leaf", lambda self, row, _tier: not self.holds[row])]
 

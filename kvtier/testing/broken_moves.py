@@ -194,7 +194,7 @@ def count_parts_as_chunks() -> list[Patch]:
     return [(Moves, "_count", broken)]
 
 
-@_takes_away("a part in the spill queue is held", "bytes|its name|holds|row|copy|nobody knows of")
+@_takes_away("a part in the spill queue is held", "bytes|its name|holds|row|copy|nobody knows")
 def queue_a_spill_without_a_hold() -> list[Patch]:
     enqueue, batch = Spiller._enqueue, Spiller._batch
 
@@ -236,7 +236,7 @@ def write_over_the_budget() -> list[Patch]:
     ]
 
 
-_ASTRAY: Final = "nobody knows|had .* bytes of|after it was cleared|written twice"
+_ASTRAY: Final = "nobody knows|had .* bytes of|after it was cleared|twice|was withdrawn"
 
 
 @_takes_away("a record that a Store may still have is remembered", _ASTRAY)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Removals"]
 
-_RATES: Final = (0.0, 0.0, 0.1, 0.3)
+_RATES: Final = (0.0, 0.1, 0.3)
 _FOREVER: Final = 10_000.0
 
 

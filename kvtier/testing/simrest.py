@@ -91,6 +91,8 @@ class Ending:
         slots, copies = self._scenario.dram_slots, self._oracle.copies(self._kept_names())
         full = self._oracle.readable(match, slots, bool)
         sure = self._oracle.readable(match, slots, copies)
+        if match.unknown and not self._world.model.plain:  # it may become longer, and need others
+            full = sure = 0
         lease = await cache.fetch(match, timeout=FOREVER, deadline=FOREVER)
         came = lease.tokens if lease else 0
         if came < sure:

@@ -46,10 +46,10 @@ class TierShape:
 
 
 # Kinds of worlds, and how many of a hundred are drawn.
-_WORLDS: Final = {"plain": 30, "crashing": 32, "hanging": 15, "decaying": 15, "failing": 8}
+_WORLDS: Final = {"plain": 22, "crashing": 32, "hanging": 14, "decaying": 24, "failing": 8}
 # What another host has written spoils, and is not written again: heads go, their tails stay.
 _DECAYING: Final = (TierShape(None, shared=True),)
-_DECAY: Final = Rates(wrong=0.6, lost_ack=0.95)
+_DECAYS: Final = (Rates(wrong=0.6, lost_ack=0.95), Rates(absent=0.4, lost_ack=0.95))
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +107,8 @@ class Scenario:
         first, rest = drawn.tiers[:1] or (TierShape(rng.choice((None, 8))),), drawn.tiers[1:]
         if kind == "crashing":
             durable = replace(first[0], durable=True, shared=False, records=rng.choice((None, 16)))
+            syncs, ordered = rng.choice((1, 12, 24)), rng.random() < 0.3
+            durable = replace(durable, sync_every=syncs, ordered=ordered)
             rates, in_write = rng.choice((_NO_FAULTS, drawn.rates)), rng.random() < 0.8
             drawn = replace(drawn, tiers=(durable, *rest), rates=rates)
             return replace(drawn, crashes=crashes, in_write=in_write)
@@ -118,7 +120,7 @@ class Scenario:
         if kind == "decaying":
             drawn = replace(drawn, model="plain", dram_slots=3, clients=10)
             drawn = replace(drawn, clears=False, herd=False, strangers=False, cancel_rate=0.0)
-            return replace(drawn, tiers=_DECAYING, rates=_DECAY)
+            return replace(drawn, tiers=_DECAYING, rates=rng.choice(_DECAYS))
         return drawn
 
     def without(self, what: str) -> Scenario:
