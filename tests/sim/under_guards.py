@@ -2,19 +2,24 @@
 
     python tests/sim/under_guards.py TEST... < NAMES     # the first that fails, for each guard
     python tests/sim/under_guards.py < JSON              # {guard: test}: whether that one fails
+    python tests/sim/under_guards.py --table             # the same, for all of found_by.txt
+    python tests/sim/under_guards.py --add REPORT        # try what a run of kvtier sim missed
+    python tests/sim/under_guards.py --tidy              # drop what is no guard any more
 
-It prints a line of JSON for each guard: its name, and the test's, or an empty one.
-
-Each guard is taken away in a forked process of its own, in which the tests run until one fails.
+It prints a line of JSON for each guard: its name, and the test's, or an empty one. --add also
+enters them into found_by.txt. Each guard is taken away in a forked process of its own, in which
+those tests that pass with it run until one fails.
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
+import itertools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -22,10 +27,23 @@ import pytest
 from _pytest.runner import runtestprotocol
 
 from kvtier.testing.bounded import bounded
+from kvtier.testing.guards import guards
+from kvtier.testing.harmless import FOUND_BY, found_by
 from kvtier.testing.mutations import removed
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 2.0
+FAST = [
+    f"tests/{name}.py"
+    for name in (
+        *("unit/test_catalog", "unit/test_order", "unit/test_lease", "unit/test_catalog_shards"),
+        *("unit/test_spill", "unit/test_spill_room", "unit/test_spill_deadline"),
+        *("unit/test_strays", "unit/test_admission", "unit/test_write_budget", "unit/test_fetch"),
+        *("unit/test_probe", "unit/test_removal_retention", "unit/test_removal"),
+        *("property/test_usable", "property/test_catalog_walk", "unit/test_catalog_lock"),
+        *("unit/test_quotas", "unit/test_explain", "unit/test_bad_calls"),
+    )
+]
 
 
 class UnderGuards:
@@ -37,26 +55,30 @@ class UnderGuards:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session):
+        unsound = set(in_child(lambda: failures(None, session.items)))
+        sound = [item for item in session.items if item.nodeid not in unsound]
         for guard, test in self.wanted.items():
-            items = [item for item in session.items if test in (None, item.nodeid)]
-            print(json.dumps([guard, first_failure(guard, items)]), file=self.out, flush=True)
+            items = [item for item in sound if test in (None, item.nodeid)]
+            found = in_child(lambda: itertools.islice(failures(guard, items), 1))  # noqa: B023
+            print(json.dumps([guard, *found, ""][:2]), file=self.out, flush=True)
         return True
 
 
-def first_failure(guard: str, items: Iterable[pytest.Item]) -> str:
-    """Return the name of the first test that fails without a guard, run in another process."""
+def in_child(names: Callable[[], Iterable[str]]) -> list[str]:
+    """Return what a function yields that runs in a forked process."""
     answer, tell = os.pipe()
     if not os.fork():
-        os.write(tell, next(failures(guard, items), "").encode())
+        os.write(tell, "\n".join(names()).encode())
         os._exit(0)
     os.close(tell)
-    name = b"".join(iter(lambda: os.read(answer, 1 << 10), b"")).decode()
+    said = b"".join(iter(lambda: os.read(answer, 1 << 16), b"")).decode()
     os.close(answer)
     os.wait()
-    return name
+    return said.splitlines()
 
 
-def failures(guard: str, items: Iterable[pytest.Item]) -> Iterator[str]:
+def failures(guard: str | None, items: Iterable[pytest.Item]) -> Iterator[str]:
+    """Yield the names of the tests that fail without a guard; None is without none."""
     with removed(guard):
         for item in items:
             try:
@@ -69,22 +91,73 @@ def failures(guard: str, items: Iterable[pytest.Item]) -> Iterator[str]:
                 yield item.nodeid
 
 
-def run(tests: Iterable[str], wanted: Mapping[str, str | None]) -> None:
+def run(tests: Iterable[str], wanted: Mapping[str, str | None], out: TextIO) -> None:
     """Print for each guard, a line each, the first test that fails; none is an empty name."""
-    plugin = UnderGuards(wanted, sys.stdout)
     options = ["-q", "-p", "no:cacheprovider", "-W", "ignore", "--rootdir", str(ROOT)]
     with contextlib.redirect_stdout(sys.stderr):
-        pytest.main([*options, *(str(ROOT / test) for test in tests)], plugins=[plugin])
+        plugins = [UnderGuards(wanted, out)]
+        pytest.main([*options, *(str(ROOT / test) for test in tests)], plugins=plugins)
+
+
+def check(wanted: Mapping[str, str]) -> None:
+    """Try guards, each with one test."""
+    if wanted:
+        run(dict.fromkeys(wanted.values()), wanted, sys.stdout)
+
+
+class Adding(io.StringIO):
+    """Enters what is found into found_by.txt as it comes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = found_by()
+
+    def write(self, text: str) -> int:
+        if text.strip():
+            guard, test = json.loads(text)
+            if test:
+                self.table[guard] = test
+                save(self.table)
+        return sys.stdout.write(text)
+
+
+def add(report: str) -> None:
+    """Try the fast tests on what a report of ``kvtier sim --mutate`` says nobody missed."""
+    mutations = json.loads(Path(report).read_text(encoding="utf-8"))["mutations"]
+    missed = [
+        one["name"]
+        for one in mutations
+        if one["found_after"] is None and not (one["found_by"] or one["harmless"])
+    ]
+    run(FAST, dict.fromkeys(missed), Adding())
+
+
+def save(table: Mapping[str, str]) -> None:
+    """Write found_by.txt, without what is no guard any more."""
+    by_test: dict[str, list[str]] = {}
+    for guard, test in table.items():
+        if guard in guards():
+            by_test.setdefault(test, []).append(guard)
+    lines = [
+        line
+        for test, names in sorted(by_test.items())
+        for line in (test, *(f"  {name}" for name in sorted(names)))
+    ]
+    FOUND_BY.write_text("\n".join([*lines, ""]), encoding="utf-8")
 
 
 def main() -> None:
-    asked = sys.stdin.read()
-    if sys.argv[1:]:
-        run(sys.argv[1:], dict.fromkeys(asked.split()))
-        return
-    wanted: dict[str, str] = json.loads(asked)
-    if wanted:
-        run(dict.fromkeys(test.partition("::")[0] for test in wanted.values()), wanted)
+    match sys.argv[1:]:
+        case ["--tidy"]:
+            save(found_by())
+        case ["--table"]:
+            check(found_by())
+        case ["--add", report]:
+            add(report)
+        case []:
+            check(json.loads(sys.stdin.read()))
+        case tests:
+            run(tests, dict.fromkeys(sys.stdin.read().split()), sys.stdout)
 
 
 if __name__ == "__main__":
