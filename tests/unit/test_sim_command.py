@@ -108,7 +108,7 @@ def test_a_sweep_that_fails_names_the_cancellation(capsys, monkeypatch):
 
     monkeypatch.setattr(SimDevice, "save", bound)
     monkeypatch.setattr("kvtier.cli.sim._EXPLAINED", 0)  # to shorten it takes longer
-    args = ("--seed", "7", "--schedules", "1", "--sweep", "5", "--ops", "40", "--jobs", "1")
+    args = ("--seed", "13", "--schedules", "1", "--sweep", "5", "--ops", "40", "--jobs", "1")
     status, found = report(capsys, *args, "--without", "cancels")
     assert status == 1
     assert found["schedules"] == 1
