@@ -18,6 +18,7 @@ from kvtier.errors import MisuseError
 from kvtier.memory.arena import Slot
 from kvtier.plans import Plans
 from kvtier.testing.oracle import Oracle
+from kvtier.testing.simmodel import Model
 from kvtier.testing.toy import CHUNK, GEOMETRY, NAMESPACE, Toy, dram, opened, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
@@ -366,7 +367,8 @@ def test_without_its_guard_a_strangers_plan_would_end_anothers_hold(bench, monke
 
 def test_the_oracle_agrees_after_all_of_it(bench, monkeypatch):
     """Recount the whole cache after every bad call of the table, in one life."""
-    oracle = Oracle(bench.cache, bench.cache._depot.clock)
+    model = Model(bench.cache.geometry.components, *bench.cache.ranks)
+    oracle = Oracle(bench.cache, model, bench.cache._depot.clock)
     monkeypatch.setattr(oracle, "expect_bytes", lambda *_: None)  # a toy's bytes are its own
     for prepare, call, says in {**CALLS, **TIMES}.values():
         subject = prepare(bench)

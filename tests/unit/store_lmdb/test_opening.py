@@ -118,7 +118,7 @@ def test_capacity_is_asked_for(tmp_path: Path) -> None:
 def test_unknown_version_is_refused(opened: Any) -> None:
     opened().close()
     (opened.folder / "format").write_bytes(b"kvtier slab store, format 3\n")
-    with pytest.raises(ConfigError, match=r"format 2.*knows only.*format 1"):
+    with pytest.raises(ConfigError, match=r"format 3.*knows only.*format 2"):
         opened()
     (opened.folder / "format").unlink()
     with pytest.raises(ConfigError, match="no file named format"):
