@@ -311,6 +311,7 @@ class Catalog(Removal):
         """Let parts leave first that lie outside every window now, until they are used again."""
         with self._lock:
             for name in names:
+                self._room.settle_touches()  # or a use before this would count as one after it
                 row = self._index.find(name)
                 for tier, shelf in enumerate(self._shelves):
                     if row != NO_ROW and self._index.present[row] & 1 << tier:

@@ -115,6 +115,15 @@ def test_a_held_orphan_leaves_as_soon_as_it_may(small):
     assert leaving(small, 2) == names_of(parts[1], old)
 
 
+def test_what_was_used_before_it_was_outgrown_leaves_first_all_the_same(small):
+    (old,), (outgrown,) = chain(1, 1), chain(1, 2)
+    small.save([old])
+    small.save([outgrown])
+    small.found([outgrown])
+    small.catalog.outgrown([outgrown.name])
+    assert leaving(small, 2) == names_of(outgrown, old)
+
+
 def test_every_part_is_in_the_order_once_wherever_it_stands(small):
     parts = chain(6)
     small.save(parts)
