@@ -50,7 +50,7 @@ class Order:
         self._spare = spare
         self._size = size
         self._queues: dict[tuple[int, int], _Queue] = {}
-        self._first: OrderedDict[int, None] = OrderedDict()  # a stack: children above parents
+        self._first: dict[int, OrderedDict[int, None]] = {}  # by share: children above parents
         self._parked: dict[int, None] = {}
         self._stuck: OrderedDict[int, None] = OrderedDict()  # parked: a parent's last copy
         self._count = 0
@@ -61,7 +61,8 @@ class Order:
 
     def __iter__(self) -> Iterator[int]:
         """Yield every row, those first that would leave first if none were kept."""
-        yield from reversed(self._first)
+        for stack in self._first.values():
+            yield from reversed(stack)
         yield from self.useful()
         yield from self._parked
         yield from self._stuck
@@ -79,8 +80,9 @@ class Order:
 
     def touch(self, rows: Sequence[int]) -> None:
         """Parts were used, in this order; those that are not in the tier are passed over."""
-        self._bring_back(rows)
-        for queue in self._queues.values():
+        queues = self._among(rows)
+        self._bring_back(rows, queues)
+        for queue in queues:
             queue.policy.touch(rows)
 
     def remove(self, row: int) -> None:
@@ -91,25 +93,27 @@ class Order:
     def expend(self, row: int) -> None:
         """Let a part leave before all others: nothing can use it."""
         self._take(row)
-        self._first[row] = None
+        self._stack(row)[row] = None
 
     def expends(self, row: int) -> bool:
         """Say whether a part would leave before all others."""
-        return row in self._first
+        return row in self._stack(row)
 
     def revive(self, row: int) -> None:
         """Let a part, and what hangs under it, leave in its turn again."""
         rows = [row]
         while rows:
             row = rows.pop()
-            if _dropped(self._first, row):
+            if _dropped(self._stack(row), row):
                 self._put(row)
-                rows += [child for child in self._index.children_of(row) if child in self._first]
+                below = self._index.children_of(row)
+                rows += [child for child in below if child in self._stack(child)]
 
     def wake(self, row: int) -> None:
         """Look again at a parked part: what kept it may have ended."""
         if self._unpark(row):
-            (self._first if self._index.orphan(row) else self._queue(row).ready)[row] = None
+            orphan = self._index.orphan(row)
+            (self._stack(row) if orphan else self._queue(row).ready)[row] = None
 
     def victims(self, share: int | None = None, by: int = 0) -> Iterator[int]:
         """Yield the rows that should leave, in order; one has left when the next is asked.
@@ -181,47 +185,43 @@ class Order:
 
     def _expendable(self, share: int | None, by: int) -> Iterator[int]:
         """Yield the rows that leave first, each after what hangs under it."""
-        while self._first:
-            row = next(reversed(self._first))
-            if not self._may_take(row, share, by):
-                break
-            yield from self._expendable_at(row, share, by)
-        for row in reversed(list(self._first)):  # the last one is somebody's who keeps it
-            yield from self._expendable_at(row, share, by)
+        for stack in tuple(self._first.values()):
+            while stack:
+                row = next(reversed(stack))
+                if not self._may_take(row, share, by):
+                    break
+                below = self._expendable_below(row)
+                for child in below:  # all at once: those that have left may stay among them
+                    self.expend(child)
+                if below:
+                    continue
+                if self._index.leaf(row, self._tier):
+                    yield row
+                else:
+                    del stack[row]
+                    self._park(row)
 
-    def _expendable_at(self, row: int, share: int | None, by: int) -> Iterator[int]:
-        """Yield what hangs under a row, the row, and those above it that leave first, too."""
-        index, tier = self._index, self._tier
-        bit = 1 << tier
-        while row in self._first and self._may_take(row, share, by):
-            below = (
-                child
-                for child in (index.children_of(row) if index.kids[tier][row] else ())
-                if index.present[child] & bit and not index.parked[child] & bit
-            )
-            child = next(below, NO_ROW)
-            if child != NO_ROW:
-                self.expend(child)
-                row = child
-                continue
-            above = index.parent[row]
-            if index.leaf(row, tier):
-                yield row
-            else:
-                del self._first[row]
-                self._park(row)
-            row = above
+    def _expendable_below(self, row: int) -> list[int]:
+        """Return what hangs under a row in its own share, and was not seen to be kept."""
+        index, bit, share = self._index, 1 << self._tier, self._share(row)
+        return [
+            child
+            for child in (index.children_of(row) if index.kids[self._tier][row] else ())
+            if index.present[child] & bit
+            and not index.parked[child] & bit
+            and self._share(child) == share
+        ]
 
-    def _bring_back(self, rows: Sequence[int]) -> None:
+    def _bring_back(self, rows: Sequence[int], queues: Sequence[_Queue]) -> None:
         """Let those parts leave in their turn again that would leave before, or had to stay."""
         parked, bit = self._index.parked, 1 << self._tier
-        if self._first:
-            for row in [row for row in rows if row in self._first and not self._index.orphan(row)]:
+        for stack in filter(None, tuple(self._first.values())):
+            for row in [row for row in rows if row in stack and not self._index.orphan(row)]:
                 self.revive(row)
         if self._parked or self._stuck:
             for row in [row for row in rows if parked[row] & bit and self._unpark(row)]:
                 self._put(row)
-        for queue in self._queues.values():
+        for queue in queues:
             if queue.ready:
                 for row in [row for row in rows if _dropped(queue.ready, row)]:
                     self._put(row)
@@ -239,6 +239,21 @@ class Order:
         if queue is None:
             queue = self._queues[key] = _Queue(self._policy())
         return queue
+
+    def _among(self, rows: Sequence[int]) -> list[_Queue]:
+        """Return the queues in which some of the rows may be, however many there are."""
+        level, owner = self._index.level, self._index.owner
+        kinds = zip(map(level.__getitem__, rows), map(owner.__getitem__, rows), strict=True)
+        each = dict(zip(kinds, rows, strict=True))  # a row of each kind: no loop in Python
+        keys = dict.fromkeys((level[row], self._share(row)) for row in each.values())
+        return [self._queues[key] for key in keys if key in self._queues]
+
+    def _stack(self, row: int) -> OrderedDict[int, None]:
+        share = self._share(row)
+        stack = self._first.get(share)
+        if stack is None:
+            stack = self._first[share] = OrderedDict()
+        return stack
 
     def _sorted(self) -> list[_Queue]:
         return [queue for _, queue in sorted(self._queues.items(), key=lambda item: item[0])]
@@ -261,7 +276,7 @@ class Order:
 
     def _take(self, row: int) -> None:
         """Take a row out of wherever it is."""
-        if _dropped(self._first, row) or self._unpark(row):
+        if _dropped(self._stack(row), row) or self._unpark(row):
             return
         queue = self._queue(row)
         if not _dropped(queue.ready, row):

@@ -1,0 +1,95 @@
+"""How little of a tier's order is looked at, however many tenants, orphans and siblings it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.catalog.index import DRAM, Index
+from kvtier.catalog.order import Order
+from kvtier.catalog.owners import Quota
+from kvtier.policies.lru import Lru
+from kvtier.testing.small_catalog import LMDB, PART_BYTES, SmallCatalog, chain
+
+
+def owned(small: SmallCatalog, tenant: str, count: int, seed: int = 0):
+    """Return a chain of parts of a tenant's namespace."""
+    owner = small.catalog.owner(tenant.encode(), tenant)
+    return [part._replace(owner=owner) for part in chain(count, seed)]
+
+
+def test_a_chain_that_is_used_is_looked_for_where_it_may_be(monkeypatch):
+    """And not among the parts of each tenant and each priority."""
+    tenants = [f"tenant {number}" for number in range(8)]
+    small = SmallCatalog(32, quotas={tenant: Quota() for tenant in tenants})
+    chains = [owned(small, tenant, 2, seed) for seed, tenant in enumerate(tenants)]
+    for parts in chains:
+        small.save(parts)
+    small.catalog._room.settle_touches()
+    touched = []
+    touch = Lru.touch
+    monkeypatch.setattr(
+        Lru, "touch", lambda self, rows: touched.append(list(rows)) or touch(self, rows)
+    )
+    small.found(chains[3])
+    small.catalog._room.settle_touches()
+    assert touched == [list(reversed(small.rows(chains[3])))]
+    small.close()
+
+
+def kept_back(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
+    """Return how often somebody's right to a part was asked, with `count` orphans of a floor's."""
+    small = SmallCatalog(2 * count + 4, quotas={"a": Quota(floor=0.9)})
+    head, *tails = owned(small, "a", 2)
+    tails += [
+        tails[0]._replace(name=part.name) for part in chain(count, 1)
+    ]  # siblings, under one head
+    small.save([head])
+    small.save(tails)
+    small.catalog._room.withdraw(small.rows([head])[0])
+    assert small.catalog._index.orphans == len(tails)
+    asked = []
+    may_take = Order._may_take
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Order,
+            "_may_take",
+            lambda self, row, share, by: asked.append(row) or may_take(self, row, share, by),
+        )
+        assert next(small.catalog._room.victims(DRAM), None) is None
+    small.close()
+    return len(asked)
+
+
+def test_orphans_that_a_floor_keeps_are_not_gone_through(monkeypatch):
+    assert kept_back(monkeypatch, 4) == kept_back(monkeypatch, 40) == 1
+
+
+def looks_at_siblings(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
+    """Let a head of no use and what hangs under it leave DRAM; return how many rows were seen."""
+    small = SmallCatalog(count + 1)
+    head, tail = chain(2)
+    tails = [tail._replace(name=part.name) for part in chain(count, 1)]
+    small.save([head, *tails])
+    for part in (head, *tails):
+        small.catalog.stored(part, LMDB, PART_BYTES)  # so that none is forgotten
+    small.catalog.outgrown([head.name])
+    seen = []
+    children_of = Index.children_of
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Index,
+            "children_of",
+            lambda self, row: (seen.append(child) or child for child in children_of(self, row)),
+        )
+        left = []
+        for _ in range(count + 1):
+            left.append(next(small.catalog._room.victims(DRAM)))
+            small.catalog._room.leave(left[-1], DRAM)
+    assert sorted(left[:-1]) == sorted(small.rows(tails))
+    assert left[-1:] == small.rows([head])
+    small.close()
+    return len(seen)
+
+
+def test_siblings_are_looked_at_once_when_what_they_hang_under_leaves(monkeypatch):
+    assert [looks_at_siblings(monkeypatch, count) for count in (4, 40)] == [4, 40]
