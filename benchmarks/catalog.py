@@ -65,7 +65,7 @@ class Bench:
 
     def __init__(self, slots: int) -> None:
         self.arena = UntouchedArena(slots * PAGE_BYTES, [PAGE_BYTES])
-        shelves = [Shelf(name, Lru, None) for name in ("dram", "lmdb", "s3")]
+        shelves = [Shelf(name, Lru.together(), None) for name in ("dram", "lmdb", "s3")]
         self.catalog = Catalog(self.arena, shelves, monotonic, Metrics())
 
     def save(self, parts: list[Part]) -> None:

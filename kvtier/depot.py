@@ -57,8 +57,8 @@ class Depot:
 
     def _start(self, config: Config, namespace: Namespace, shape: Shape) -> None:
         """Index what the tiers have, and start what runs in the background. Blocks."""
-        shelves = [Shelf("dram", Lru, self.arena.nbytes)] + [
-            Shelf(tier.name, Lru, setting.capacity, tier.store.capabilities.shared)
+        shelves = [Shelf("dram", Lru.together(), self.arena.nbytes)] + [
+            Shelf(tier.name, Lru.together(), setting.capacity, tier.store.capabilities.shared)
             for tier, setting in zip(self.tiers.values(), config.tiers, strict=True)
         ]
         self._shelves = shelves

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 __all__ = ["Lru"]
@@ -11,39 +12,58 @@ __all__ = ["Lru"]
 _NONE: Final = -1
 
 
-class Lru:
-    """A doubly linked list in two arrays: eight bytes a row, every call O(1)."""
+class _Links:
+    """The neighbours of each row, and the list that it is in, by number; 0 for none."""
 
     def __init__(self) -> None:
-        self._older = array("i")
-        self._newer = array("i")
+        self.older = array("i")
+        self.newer = array("i")
+        self.inside = array("i")
+        self.lists = 0
+
+
+class Lru:
+    """A doubly linked list in arrays: twelve bytes a row, every call O(1)."""
+
+    def __init__(self, links: _Links | None = None) -> None:
+        links = links or _Links()
+        links.lists += 1
+        self._number = links.lists
+        self._older, self._newer, self._inside = links.older, links.newer, links.inside
         self._oldest = _NONE
         self._newest = _NONE
-        self._inside = bytearray()
         self._count = 0
+
+    @classmethod
+    def together(cls) -> Callable[[], Lru]:
+        """Return a function that makes lists of rows each of which is in one of them at most.
+
+        All take together what one takes: else each would need room for every row.
+        """
+        return partial(cls, _Links())
 
     def insert(self, row: int, key: Hashable, parent: int = _NONE) -> None:
         """See Policy. A part that continues another becomes the next older one."""
         del key
         if row >= len(self._inside):
             grow = row + 1 - len(self._inside)
-            self._inside.extend(bytes(grow))
+            self._inside.extend((0,) * grow)
             self._older.extend((_NONE,) * grow)
             self._newer.extend((_NONE,) * grow)
-        if self._inside[row]:
+        if self._inside[row] == self._number:
             self.touch((row,))
             return
-        if 0 <= parent < len(self._inside) and self._inside[parent]:
+        if 0 <= parent < len(self._inside) and self._inside[parent] == self._number:
             self._link(row, row, self._older[parent], parent)
         else:
             self._link(row, row, self._newest, _NONE)
-        self._inside[row] = 1
+        self._inside[row] = self._number
         self._count += 1
 
     def touch(self, rows: Sequence[int]) -> None:
         """See Policy. Rows that stand in this order already are moved as one run."""
-        inside, newer = self._inside, self._newer
-        rows = [row for row in rows if row < len(inside) and inside[row]]
+        inside, newer, mine = self._inside, self._newer, self._number
+        rows = [row for row in rows if row < len(inside) and inside[row] == mine]
         at, count = 0, len(rows)
         while at < count:
             first = last = rows[at]
@@ -58,7 +78,7 @@ class Lru:
     def remove(self, row: int, *, evicted: bool = True) -> None:
         """See Policy."""
         del evicted
-        if row < len(self._inside) and self._inside[row]:
+        if row < len(self._inside) and self._inside[row] == self._number:
             self._unlink(row, row)
             self._inside[row] = 0
             self._count -= 1

@@ -48,7 +48,10 @@ class SmallCatalog:
         self.clock = Clock()
         self.metrics = Metrics()
         self.arena = Arena(slots * PART_BYTES, [PART_BYTES])
-        shelves = [Shelf("dram", Lru, slots * PART_BYTES), Shelf("lmdb", Lru, capacity)]
+        shelves = [
+            Shelf("dram", Lru.together(), slots * PART_BYTES),
+            Shelf("lmdb", Lru.together(), capacity),
+        ]
         self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics, quotas)
 
     def save(self, parts: Sequence[Part]) -> int:

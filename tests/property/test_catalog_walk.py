@@ -31,9 +31,9 @@ class Walk:
         self.clock, self.metrics = Clock(), Metrics()
         self.arena = Arena(SLOTS * PART_BYTES, [PART_BYTES])
         shelves = [
-            Shelf("dram", Lru, SLOTS * PART_BYTES),
-            Shelf("mid", Lru, 10 * PART_BYTES),
-            Shelf("low", Lru, None),
+            Shelf("dram", Lru.together(), SLOTS * PART_BYTES),
+            Shelf("mid", Lru.together(), 10 * PART_BYTES),
+            Shelf("low", Lru.together(), None),
         ]
         self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics, QUOTAS)
         self.index, self.room = self.catalog._index, self.catalog._room

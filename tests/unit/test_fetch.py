@@ -62,7 +62,7 @@ class Bench:
 
     def __init__(self) -> None:
         self.arena = Arena(SLOTS * PART_BYTES, [PART_BYTES])
-        shelves = [Shelf(name, Lru, None) for name in ("dram", "fast", "slow")]
+        shelves = [Shelf(name, Lru.together(), None) for name in ("dram", "fast", "slow")]
         self.catalog = Catalog(self.arena, shelves, Clock(), Metrics())
         self.tiers = {FAST: Disk("fast"), SLOW: Disk("slow")}
         self.strays = {number: Strays(tier) for number, tier in self.tiers.items()}

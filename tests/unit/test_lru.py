@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import tracemalloc
+from collections.abc import Callable
 
 import pytest
 
@@ -56,3 +58,43 @@ def test_a_row_may_leave_while_the_order_is_read() -> None:
         left.append(row)
     assert left == [0, 1, 2, 3]
     assert not len(lru)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_lists_that_share_their_arrays_know_their_own_rows(seed: int) -> None:
+    rng, new = random.Random(seed), Lru.together()
+    both: list[tuple[Lru, list[int]]] = [(new(), []), (new(), [])]
+    for _ in range(400):
+        row, (lru, mine), (_, others) = rng.randrange(40), *rng.sample(both, 2)
+        if rng.random() < 0.3:
+            lru.remove(row)  # a stranger, maybe
+            mine[:] = [one for one in mine if one != row]
+        elif row in others:
+            lru.touch([row])
+        else:
+            parent = rng.randrange(40)
+            known = row in mine
+            lru.insert(row, row, parent)
+            mine[:] = [one for one in mine if one != row]
+            at = mine.index(parent) if parent in mine and not known else len(mine)
+            mine.insert(at, row)
+        assert [list(lru) for lru, _ in both] == [rows for _, rows in both]
+
+
+def bytes_for_a_row(new: Callable[[], Lru]) -> float:
+    """Return what forty lists take, divided by the rows that they have together."""
+    tracemalloc.start()
+    lists = [new() for _ in range(40)]
+    for row in range(20_000):
+        lists[row % 40].insert(row, row)
+    taken = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    return taken / 20_000
+
+
+def test_many_lists_take_no_more_than_one() -> None:
+    assert bytes_for_a_row(Lru.together()) < 16
+
+
+def test_lists_that_share_nothing_take_it_again_and_again() -> None:
+    assert bytes_for_a_row(Lru) > 16 * 20
