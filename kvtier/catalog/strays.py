@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from kvtier.identity.record import RecordId
@@ -21,6 +21,7 @@ __all__ = ["Strays"]
 
 _MOST: Final = 1 << 16
 _BATCH: Final = 1024
+_SLICE: Final = 256
 
 
 class Strays:
@@ -43,19 +44,23 @@ class Strays:
 
     def __len__(self) -> int:
         """How many there may be."""
-        self._collect()
+        self.collect()
         return len(self._charged)
 
     @property
     def nbytes(self) -> int:
         """What all of them are charged."""
-        self._collect()
+        self.collect()
         return self._nbytes
 
     def __contains__(self, name: RecordId) -> bool:
         """Say whether there may be one of that name."""
-        self._collect()
-        return name in self._charged
+        return bool(self.count((name,)))
+
+    def count(self, names: Iterable[RecordId]) -> int:
+        """Return of how many names there may be one."""
+        self.collect()
+        return sum(name in self._charged for name in names)
 
     def note(self, name: RecordId, charged: int) -> None:
         """Take it that the Store has a record of `charged` bytes."""
@@ -76,7 +81,7 @@ class Strays:
         self._charged[name] = charged
         self._nbytes += charged
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
         """Take over what was withdrawn: as many as there are, since the index had them."""
         for name, charged in self._withdrawn().items():
             self.forget(name)
@@ -88,10 +93,12 @@ class Strays:
         What is not confirmed is a stray from here on; after a batch of which nothing is, no more
         is tried.
         """
-        self._collect()
-        names = list({**self._charged, **records})
-        for name, charged in records.items():
+        self.collect()
+        names = [*self._charged, *(name for name in records if name not in self._charged)]
+        for at, (name, charged) in enumerate(records.items(), 1):
             self.note(name, charged)
+            if not at % _SLICE:
+                await asyncio.sleep(0)  # the loop's other callbacks have their turn
         for start in range(0, len(names), _BATCH):
             batch = names[start : start + _BATCH]
             gone = [

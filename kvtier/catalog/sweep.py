@@ -17,6 +17,7 @@ from kvtier.tiers.tier import Tier
 __all__ = ["Removed", "Sweeper"]
 
 _RETRY_SECONDS: Final = 5.0
+_COUNTED: Final = 4096
 
 
 class Removed(NamedTuple):
@@ -62,10 +63,16 @@ class Sweeper:
     async def sweep_for(self, names: Sequence[RecordId]) -> int:
         """Do so; return of how many records with these names the deletion is not confirmed."""
         await self.sweep()
-        return self._unconfirmed(names)
+        return await self._unconfirmed(names)
 
-    def _unconfirmed(self, names: Sequence[RecordId]) -> int:
-        return sum(name in strays for strays in self._strays.values() for name in names)
+    async def _unconfirmed(self, names: Sequence[RecordId]) -> int:
+        count = 0
+        for start in range(0, len(names), _COUNTED):
+            if start:
+                await asyncio.sleep(0)  # the loop's other callbacks have their turn
+            some = names[start : start + _COUNTED]
+            count += sum(strays.count(some) for strays in self._strays.values())
+        return count
 
     async def expire(self) -> None:
         """Withdraw what is due. What has to be deleted is, by a task of its own, now and then."""
@@ -91,6 +98,8 @@ class Sweeper:
             names += lot
             if lot:
                 tell(len(names))
+            for strays in self._strays.values():
+                strays.collect()  # lot by lot: all of a namespace would keep the loop
             await asyncio.sleep(0)  # engine threads wait for the Catalog's lock
         await self.sweep()
         unlisted = []
@@ -99,7 +108,7 @@ class Sweeper:
                 number, digest, names, tell
             ):
                 unlisted.append(tier.name)
-        return Removed(len(names), self._unconfirmed(names), tuple(unlisted))
+        return Removed(len(names), await self._unconfirmed(names), tuple(unlisted))
 
     async def _purge_listed(
         self, number: int, digest: bytes, names: list[RecordId], tell: Callable[[int], None]
