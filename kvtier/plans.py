@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal
 
@@ -53,7 +52,6 @@ class Plans:
         self._ids = ids
         self._chunk = shape.chunk_tokens
         self._block = shape.block_tokens
-        self._lock = threading.Lock()
         self._out: dict[int, Issued] = {}
 
     def __len__(self) -> int:
@@ -123,8 +121,7 @@ class Plans:
         self, kind: Literal["load", "save"], parts: list[PlanPart], issued: Issued, tokens: int
     ) -> CopyPlan:
         plan = CopyPlan(PLAN_VERSION, next(self._ids), kind, self._arena, tokens, tuple(parts))
-        with self._lock:
-            self._out[plan.id] = issued
+        self._out[plan.id] = issued
         return plan
 
     # ---- block tables
