@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Final, NamedTuple, TypeVar
 
@@ -92,10 +93,14 @@ class Tier:
     def footprint(self, nbytes: int) -> int:
         """Return the bytes of the budget that a record takes; its payload if the Store fails."""
         try:
-            return self.store.footprint(nbytes)
+            found = operator.index(self.store.footprint(nbytes))
         except Exception as error:  # noqa: BLE001  (a plug-in may raise anything; P2)
             self._report.warn(self.name, f"footprint: {type(error).__name__}: {error}")
             return nbytes
+        if found < 1:  # a record that takes nothing would never make a tier full
+            self._report.warn(self.name, f"footprint: {found} bytes for {nbytes}")
+            return nbytes
+        return found
 
     async def read(self, wanted: Sequence[Wanted]) -> list[Fetched]:
         """Fill the buffers with verified bytes. A buffer is the call's until this returns."""

@@ -179,3 +179,16 @@ def test_writes_borrow_their_payload_without_a_copy(bench):
     bench.store.write_many = lambda records: seen.extend(records) or [OK] * len(records)
     bench.do("write")
     assert seen[0].data is bench.record.data
+
+
+@pytest.mark.parametrize("answer", [0, -5, None, "5000", 5000.5, float("inf")])
+def test_a_footprint_that_cannot_be_is_that_of_the_payload(bench, caplog, answer):
+    """A budget that charges nothing for a record would never be full."""
+    bench.store.footprint = lambda nbytes: answer
+    assert bench.tier.footprint(5000) == 5000
+    assert "mem: footprint: " in caplog.text
+
+
+def test_a_footprint_below_the_payload_is_taken(bench):
+    bench.store.footprint = lambda nbytes: nbytes // 2
+    assert bench.tier.footprint(5000) == 2500
