@@ -139,7 +139,7 @@ class ThreadFlow:
         try:
             with self._lock:  # so that `close` finds whatever was started before it
                 return asyncio.run_coroutine_threadsafe(work, self._running())
-        except MisuseError:
+        except Exception:  # it is closed, or the system has no thread left
             work.close()
             raise
 
@@ -164,11 +164,14 @@ class ThreadFlow:
         if self._closed:
             raise MisuseError(f"{self._name} is closed")
         if self._loop is None:
-            loop = self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(
-                target=self._run, args=(loop,), name=self._name, daemon=True
-            )
-            self._thread.start()
+            loop = asyncio.new_event_loop()
+            thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # or all that follows would wait for a loop that does not run
+                loop.close()
+                raise
+            self._loop, self._thread = loop, thread
         return self._loop
 
     @staticmethod

@@ -284,6 +284,19 @@ def test_nothing_is_started_behind_the_back_of_close(flow: ThreadFlow, monkeypat
     assert locked == [True]
 
 
+def test_a_loop_that_gets_no_thread_is_tried_anew(flow: ThreadFlow, monkeypatch):
+    """Or what is started afterwards would wait for a loop that never runs."""
+    with monkeypatch.context() as full:
+
+        def refuse(self: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            flow.spawn(asyncio.sleep(0))
+    assert flow.spawn(asyncio.sleep(0, "ran")).result(SECONDS) == "ran"
+
+
 def test_a_flow_that_never_ran_closes():
     flow = ThreadFlow()
     flow.close()
