@@ -55,10 +55,10 @@ bench: setup  ## measure everything beside its limit, into bench-*.json (half an
 	$(BIN)/python benchmarks/catalog.py --json bench-catalog.json
 	$(BIN)/python benchmarks/engine_step.py --json bench-engine-step.json
 
-sim: setup  ## 10,000 simulated schedules, and every guard taken away once, into sim.json
-	@$(BIN)/kvtier sim --schedules 10000 --sweep 100 --mutate all --json sim.json
+sim: setup  ## 10,000 simulated schedules, and each named guard taken away once, into sim.json
+	@$(BIN)/kvtier sim --schedules 10000 --sweep 100 --mutate named --json sim.json
 
-campaign: setup  ## 100,000 simulated schedules, into campaign.json (about an hour on two cores)
+campaign: setup  ## 100,000, and every guard in the catalog's source taken away (hours)
 	@$(BIN)/kvtier sim --schedules 100000 --sweep 1000 --mutate all --json campaign.json
 
 clean:  ## remove what was built and cached, but not .venv
