@@ -103,16 +103,18 @@ class Below:
                     break
                 needed = shape.needed(tokens, chunk)
                 taken: list[int] = []
+                read: list[int] = []
                 for at in needed:
                     name, nbytes = names[chunk][at], shape.nbytes[at]
-                    if not self._hold_for_fetch(name, nbytes, taken, fresh, victims):
+                    if not self._hold_for_fetch(name, nbytes, taken, read, victims):
                         break
+                fresh += read
+                if ahead:  # also of a chunk of which not all can be held: it is read all the same
+                    self._reading_ahead(read)
                 if len(taken) < len(needed):
                     self._room.unhold(taken)
                     break
                 chunks.append(tuple(taken))
-                if ahead:
-                    self._reading_ahead(fresh)
         return chunks, fresh
 
     def _busy(self, *, ahead: bool) -> bool:
@@ -121,11 +123,10 @@ class Below:
             return self._fetching_bytes >= self._room.arena.nbytes // 4
         return self._fetching_bytes - self._ahead_bytes > self._room.arena.nbytes // 2
 
-    def _reading_ahead(self, fresh: Iterable[int]) -> None:
-        for row in fresh:
-            if row not in self._ahead:
-                self._ahead[row] = None
-                self._ahead_bytes += self._index.slot(row).nbytes
+    def _reading_ahead(self, rows: Iterable[int]) -> None:
+        for row in rows:
+            self._ahead[row] = None
+            self._ahead_bytes += self._index.slot(row).nbytes
 
     def _hold_for_fetch(
         self, name: RecordId, nbytes: int, taken: list[int], fresh: list[int], victims: Victims

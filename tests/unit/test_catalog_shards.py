@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from kvtier.catalog.catalog import Part
+import pytest
+
+from kvtier.catalog.catalog import Catalog, Part
 from kvtier.catalog.index import DRAM
+from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import record_id
+from kvtier.identity.shape import chunk_shape
 from kvtier.testing.small_catalog import LMDB, PART_BYTES, SUM, SmallCatalog, chain
 
 
@@ -65,3 +69,49 @@ def test_room_for_a_part_is_not_made_of_the_ancestors_of_its_siblings():
     assert fixture.found_chunks(chunks) == [DRAM, LMDB]
     lease.release()
     fixture.close()
+
+
+TWO = chunk_shape(
+    Geometry((Component(1, 2, 256),), dtype="int8", block_tokens=(16,), chunk_tokens=16), 2
+)
+
+
+def read_ahead(slots: int, leased: int, depths: int) -> tuple[list[int], list[int]]:
+    """Begin a prefetch of chunks of two parts below; return what it reads and what counts as it."""
+    fixture = SmallCatalog(slots)
+    chunks, others = shards(2, depths), chain(leased, seed=9)
+    if others:
+        fixture.save(others)
+        fixture.lease(others, 9.0)
+    for part in (part for chunk in chunks for part in chunk):
+        fixture.catalog.stored(part, LMDB, 0)
+    names = [[part.name for part in chunk] for chunk in chunks]
+    tokens = depths * TWO.chunk_tokens
+    held, fresh = fixture.catalog.hold_for_fetch(names, TWO, 0, tokens, 0, ahead=True)
+    counted = [fixture.catalog._fetching_bytes, fixture.catalog._ahead_bytes]
+    for row in fresh:
+        fixture.catalog.fetched(row, None)
+    fixture.catalog.release_rows(row for rows in held for row in rows)
+    assert fixture.catalog._ahead_bytes == fixture.catalog._fetching_bytes == 0
+    fixture.close()
+    return fresh, counted
+
+
+def test_all_that_a_prefetch_reads_counts_as_that():
+    """A chunk that it cannot hold whole, too: fetches would be refused on its account."""
+    fresh, counted = read_ahead(slots=16, leased=13, depths=2)
+    assert len(fresh) == 3
+    assert counted == [3 * PART_BYTES] * 2
+
+
+def test_a_long_prefetch_counts_each_part_once(monkeypatch: pytest.MonkeyPatch):
+    rows: list[int] = []
+    count = Catalog._reading_ahead
+    monkeypatch.setattr(
+        Catalog,
+        "_reading_ahead",
+        lambda self, some: (rows.extend(some), count(self, some))[1],
+    )
+    fresh, _ = read_ahead(slots=256, leased=0, depths=30)
+    assert sorted(rows) == sorted(fresh)
+    assert len(fresh) == 60
