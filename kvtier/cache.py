@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from kvtier.catalog.catalog import Found
-from kvtier.catalog.lease import Lease, check_ahead
+from kvtier.catalog.lease import Lease
+from kvtier.checks import check_ahead, check_first, check_kind, check_wait, check_whole
 from kvtier.clock import Clock, monotonic
 from kvtier.config import Config
 from kvtier.copier import Pages
 from kvtier.copyplan import CopyPlan
 from kvtier.depot import Depot
 from kvtier.device.base import Device
-from kvtier.errors import ConfigError, MisuseError
+from kvtier.errors import ConfigError
 from kvtier.flow import Saved
 from kvtier.identity.keys import TokenIds
 from kvtier.identity.namespace import Namespace, Request
@@ -28,9 +29,12 @@ from kvtier.prefix import Namer, Prefix
 from kvtier.retention import Retention
 from kvtier.seams import Flow, ThreadFlow
 from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer, PrefetchTransfer
-from kvtier.upkeep import Upkeep, check_first
+from kvtier.upkeep import Upkeep
 
 __all__ = ["Cache", "Lease", "Match", "Prefix", "open_cache"]
+
+
+_MOST_RANKS: Final = 0xFFFF  # the name of a part has two bytes for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ class Cache(Upkeep):
         """Name the complete chunks of a prompt. Memory only; 512 chunks take about 1 ms.
 
         known: the prefix of an earlier, shorter state of the same prompt; only what follows is
-        hashed.
+        hashed. Raises MisuseError when it is of other tokens, or of another cache.
         """
         return self._namer.prefix(tokens, request, known)
 
@@ -136,7 +140,7 @@ class Cache(Upkeep):
         """
         self._check()
         check_ahead("a lease's deadline", deadline)
-        prefix = self._mine(match.prefix)
+        prefix = self._matched(match)
         check_first(first)
         if self.bypass:
             return None
@@ -174,8 +178,8 @@ class Cache(Upkeep):
     def _fetch(
         self, match: Match, first: int, timeout: float, hold: float, pin: int = 0
     ) -> FetchTransfer:
-        _check_budget("a timeout", timeout)
-        self._mine(match.prefix)
+        check_wait("a timeout", timeout)
+        self._matched(match)
         work = self._brought(match, first, timeout, hold, pin)
         return FetchTransfer(self._depot.flow.spawn(work))
 
@@ -208,14 +212,20 @@ class Cache(Upkeep):
         """
         self._check()
         match = prompt if isinstance(prompt, Match) else self.match(prompt)
-        prefix, found = self._mine(match.prefix), Found(match.tokens, [], match.known)
-        _check_budget("a prefetch's budget", min(base, per_1024_tokens))
+        prefix, found = self._matched(match), Found(match.tokens, [], match.known)
+        for budget in (base, per_1024_tokens):
+            check_wait("a prefetch's budget", budget)
         within = base + match.tokens / 1024 * per_1024_tokens
-        _check_budget("a prefetch's budget", within)
         if self.bypass:
             return PrefetchTransfer(self._depot.flow.spawn(_nothing()))
         work = self._moves.prefetch(prefix, found, ask=match.unknown, within=within)
         return PrefetchTransfer(self._depot.flow.spawn(work))
+
+    def _matched(self, match: Match) -> Prefix:
+        """Return a match's prompt. Raises MisuseError for what is no match of this cache's."""
+        check_kind("a match", match, Match)
+        check_kind("the prompt of a match", match.prefix, Prefix)
+        return self._mine(match.prefix)
 
     # ---- plans
 
@@ -232,6 +242,7 @@ class Cache(Upkeep):
         Raises MisuseError when those are not whole blocks of the leased tokens.
         """
         self._check()
+        check_kind("what is loaded", lease, Lease)
         return self._plans.load(lease, into, start)
 
     def plan_save(
@@ -257,6 +268,7 @@ class Cache(Upkeep):
         """
         self._check()
         check_first(first)
+        check_kind("what is saved", prefix, Prefix)
         self._mine(prefix)
         if self.bypass:
             return None
@@ -274,6 +286,8 @@ class Cache(Upkeep):
         settle anything.
         """
         self._check_process()
+        check_kind("a plan", plan, CopyPlan)
+        check_kind("a plan's result", result, CopyResult)
         issued = self._plans.settled(plan, result)
         if isinstance(issued, Lease):
             self._catalog.settle(issued)
@@ -285,10 +299,17 @@ class Cache(Upkeep):
         """Count the tokens that an engine took from chunks [first, ...), by tier.
 
         Chunks that were used again are offered to tiers that look for that.
+        Raises MisuseError for what are no tokens of tiers, and no chunk.
         """
         self._check_process()
+        self._matched(match)
+        check_first(first)
+        check_kind("tokens by tier", tiers, Mapping)
         for tier, tokens in tiers.items():
-            self.metrics.add("hit_tokens", tokens, tier=tier)
+            check_kind("a tier's name", tier, str)
+            check_whole("a tier's tokens", tokens, 0, len(match.prefix.tokens))
+        for tier, tokens in tiers.items():
+            self.metrics.add("hit_tokens", int(tokens), tier=tier)
         if self._moves.counts_uses:
             names = [name for chunk in match.prefix.names[first:] for name in chunk]
             self._moves.used(names)
@@ -320,16 +341,9 @@ async def _nothing() -> int:
 
 
 def _check_kinds(namespace: object, shards: object, stages: object) -> None:
-    if not isinstance(namespace, Namespace):
-        raise ConfigError(f"namespace must be a kvtier.Namespace, not {namespace!r}")
-    for what, count in (("shards", shards), ("stages", stages)):
-        if not isinstance(count, int) or count < 1:
-            raise ConfigError(f"{what} must be a whole number from 1 on, not {count!r}")
-
-
-def _check_budget(what: str, seconds: float) -> None:
-    if not seconds >= 0:  # so that NaN fails too
-        raise MisuseError(f"{what} of {seconds} seconds is no time to wait")
+    check_kind("namespace", namespace, Namespace, ConfigError)
+    check_whole("shards", shards, 1, _MOST_RANKS, ConfigError)
+    check_whole("stages", stages, 1, _MOST_RANKS, ConfigError)
 
 
 def open_cache(

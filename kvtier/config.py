@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl
 
 from kvtier.catalog.owners import Quota, check_floors
+from kvtier.checks import check_kind, check_whole, is_number
 from kvtier.errors import ConfigError, unknown
 from kvtier.tiers.store import Store
 from kvtier.units import parse_bytes, parse_fraction
@@ -55,12 +56,20 @@ class TierConfig:
     write_budget: float | None = None
 
     def __post_init__(self) -> None:
-        if self.capacity is not None and self.capacity < 1:
-            raise ConfigError(f"{self.scheme} capacity {self.capacity} B is below one byte")
-        if self.admission is not None and self.admission not in ADMISSIONS:
-            raise unknown("admission", self.admission, ADMISSIONS)
-        if self.write_budget is not None and not self.write_budget >= 1:
-            raise ConfigError(f"{self.scheme} write_budget {self.write_budget} B is below one byte")
+        check_kind("a tier's scheme", self.scheme, str, ConfigError)
+        check_kind("a tier's location", self.location, str, ConfigError)
+        if self.store is not None and not isinstance(self.store, Store):
+            raise ConfigError(f"{self.store!r} lacks some of a Store: see kvtier.tiers.store")
+        check_kind(f"the options of {self.scheme}", self.options, Mapping, ConfigError)
+        if self.capacity is not None:
+            check_whole(f"{self.scheme} capacity, in bytes,", self.capacity, 1, error=ConfigError)
+        if self.admission is not None:
+            check_kind(f"the admission of {self.scheme}", self.admission, str, ConfigError)
+            if self.admission not in ADMISSIONS:
+                raise unknown("admission", self.admission, ADMISSIONS)
+        budget = self.write_budget
+        if budget is not None and not (is_number(budget) and budget >= 1):
+            raise ConfigError(f"{self.scheme} write_budget {budget!r} B is not one byte or more")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +81,17 @@ class Config:
     quotas: Mapping[str, Quota] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_whole("dram, in bytes,", self.dram, 1, error=ConfigError)
+        check_kind("the tiers of a config", self.tiers, tuple, ConfigError)
+        for tier in self.tiers:
+            check_kind("a tier of a config", tier, TierConfig, ConfigError)
         check_floors(self.quotas)
 
     @classmethod
     def from_urls(cls, urls: Sequence[str]) -> Config:
         """Read tiers as URLs. Raises ConfigError, naming the nearest valid choice."""
+        if isinstance(urls, str) or not isinstance(urls, Sequence):
+            raise ConfigError(f'tiers are a list of URLs, such as ["dram:8GiB"], not {urls!r}')
         parsed = [parse_tier(url) for url in urls]
         dram = [tier for tier in parsed if tier.scheme == "dram"]
         if len(dram) != 1 or parsed[0] is not dram[0]:
@@ -94,6 +109,8 @@ class Config:
 
         A tenant's quota is a table: ``[tenants.NAME]`` with ``floor = "10%"``, ``ceiling = "50%"``.
         """
+        if not isinstance(path, (str, Path)):
+            raise ConfigError(f"a path is needed, and not {path!r}")
         path = Path(path)
         try:
             data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -101,6 +118,8 @@ class Config:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path} is not TOML: {error}") from error
+        except ValueError as error:
+            raise ConfigError(f"{str(path)!r} is no path: {error}") from error
         for name in data:
             if name not in _TABLES:
                 raise unknown("option", name, _TABLES)
@@ -129,6 +148,7 @@ def _quota(tenant: str, table: object) -> Quota:
 
 def parse_tier(url: str) -> TierConfig:
     """Read one tier's URL."""
+    check_kind("a tier's URL", url, str, ConfigError)
     scheme, colon, rest = url.partition(":")
     types = store_types()
     if scheme not in types and scheme != "dram":

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvtier.checks import check_whole
 from kvtier.copyplan import CopyPlan, PlanPart
 from kvtier.device.base import Copy, Device, Fence
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
@@ -47,10 +48,10 @@ class Pages:
         rank: tuple[int, int, int, int] = (0, 1, 0, 1),
     ) -> None:
         shard, shards, stage, stages = rank
-        if not 0 <= shard < shards:
-            raise ConfigError(f"shard {shard} is not one of {shards}")
-        if not 0 <= stage < stages:
-            raise ConfigError(f"stage {stage} is not one of {stages}")
+        check_whole(f"a shard of {shards}", shard, 0, shards - 1, ConfigError)
+        check_whole(f"a stage of {stages}", stage, 0, stages - 1, ConfigError)
+        if not isinstance(device, Device):
+            raise ConfigError(f"{device!r} is no Device: see kvtier.device.base")
         if len(tensors) != len(geometry.components):
             raise ConfigError(
                 f"{len(geometry.components)} components need as many KV tensors, not {len(tensors)}"

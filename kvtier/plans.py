@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Final, Literal
+from typing import Final, Literal, cast
 
 from kvtier.catalog.catalog import Catalog, Part
 from kvtier.catalog.lease import Lease
+from kvtier.checks import check_kind, check_whole
 from kvtier.copyplan import PLAN_VERSION, CopyPlan, PlanPart
 from kvtier.errors import MisuseError
 from kvtier.identity.geometry import Geometry, Needs
@@ -25,6 +26,8 @@ ABSENT: Final = -1
 
 BlockTable = Sequence[int] | Sequence[Sequence[int]]
 """Block ids in token order, for all components or one sequence for each of them."""
+
+_TABLE: Final = "a block table (of an array, its tolist())"
 
 Issued = Lease | list[tuple[Part, Slot]]
 """What a plan still holds: a load its lease, a save the slots it fills."""
@@ -62,6 +65,7 @@ class Plans:
         """See ``Cache.plan_load``."""
         begin = lease.first * self._chunk
         start = begin if start is None else start
+        check_whole("the first token of a load", start)
         tables = self._tables(into)
         name = next(itertools.chain.from_iterable(lease.names), None)
         if name is not None and split_record_id(name)[1] not in self._shape.names:
@@ -129,13 +133,18 @@ class Plans:
     def _tables(self, given: BlockTable) -> list[Sequence[int]]:
         """Return one table for each component."""
         count = len(self._states)
-        shared = [block for block in given if isinstance(block, int)]
-        if len(shared) == len(given) and not (count > 1 and any(self._states)):
-            return [shared] * count
-        each: list[Sequence[int]] = [table for table in given if not isinstance(table, int)]
-        if len(each) != len(given) or len(each) != count:
+        check_kind(_TABLE, given, Sequence)
+        kinds = set(map(type, given))
+        if kinds <= {int} and not (count > 1 and any(self._states)):
+            return [cast("Sequence[int]", given)] * count
+        each = cast("Sequence[Sequence[int]]", given)
+        if int in kinds or len(each) != count:
             raise MisuseError(f"{count} components need one block table each, or share one")
-        return each
+        for table in each:
+            check_kind(_TABLE, table, Sequence)
+            for kind in set(map(type, table)) - {int}:
+                raise MisuseError(f"{_TABLE} has ids of type int, not {kind.__name__}")
+        return list(each)
 
     def _stop(self, lease: Lease, tables: list[Sequence[int]], start: int) -> int:
         """Return where a load into these tables ends. Raises MisuseError where it does not fit."""

@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.catalog.catalog import Part
+from kvtier.checks import check_kind
+from kvtier.errors import MisuseError
 from kvtier.identity.keys import TokenIds, as_tokens, chunk_keys
 from kvtier.identity.namespace import Namespace, Request, root_key
 from kvtier.identity.record import RecordId, record_id
@@ -93,6 +95,10 @@ class Namer:
         A `known` of another request identity is not used: its keys are another adapter's.
         """
         ids = as_tokens(tokens)
+        if request is not None:
+            check_kind("what tells requests apart", request, Request)
+        if known is not None:
+            self._check_known(known, ids)
         request = request or (known.request if known else _PLAIN)
         if known is not None and known.request != request:
             known = None
@@ -102,3 +108,11 @@ class Namer:
         # A column for each part, so that one long prompt costs one comprehension.
         columns = [[key + suffix for key in keys] for suffix in self._suffixes]
         return Prefix(ids, keys, list(zip(*columns, strict=True)), self.shape, request, self.owner)
+
+    def _check_known(self, known: Prefix, ids: NDArray[np.int32]) -> None:
+        """Refuse keys that are another prompt's, or another namespace's: their KV would be used."""
+        check_kind("what is known of a prompt", known, Prefix)
+        if known.shape is not self.shape:
+            raise MisuseError("this prompt was named by another cache; each names its own")
+        if not known.agrees(ids):
+            raise MisuseError("what is known of this prompt has other tokens; name it from scratch")

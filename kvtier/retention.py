@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+from kvtier.checks import check_kind, check_whole, is_number
 from kvtier.errors import ConfigError, MisuseError
 
 __all__ = ["Retention", "Term", "terms"]
@@ -31,19 +32,11 @@ class Retention:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        stop = self.stop
-        if not _whole(self.start) or not (stop is None or _whole(stop)):
-            raise ConfigError(f"a retention's start and stop are token places, not {self}")
-        if self.start < 0 or (stop is not None and self.start >= stop):
-            raise ConfigError(
-                f"a retention must have 0 <= start < stop, not {self.start}..{self.stop}"
-            )
-        if not _whole(self.priority) or not _LOWEST <= self.priority <= _HIGHEST:
-            raise ConfigError(
-                f"a retention's priority is a whole number from {_LOWEST} to {_HIGHEST}, not "
-                f"{self.priority!r}"
-            )
-        if self.seconds is not None and not (_number(self.seconds) and self.seconds > 0):
+        check_whole("a retention's start", self.start, error=ConfigError)
+        if self.stop is not None:
+            check_whole("a retention's stop", self.stop, self.start + 1, error=ConfigError)
+        check_whole("a retention's priority", self.priority, _LOWEST, _HIGHEST, ConfigError)
+        if self.seconds is not None and not (is_number(self.seconds) and self.seconds > 0):
             raise ConfigError(
                 f"a retention's seconds must be above 0, or None for ever, not {self.seconds!r}"
             )
@@ -62,6 +55,7 @@ def terms(retention: Sequence[Retention], chunks: int, size: int) -> list[Term]:
     Where ranges overlap a chunk, the highest priority and the shortest time hold.
     Raises MisuseError for anything but Retentions.
     """
+    check_kind("retention", retention, Sequence)
     if not retention:
         return []
     priorities: list[int | None] = [None] * chunks
@@ -76,11 +70,3 @@ def terms(retention: Sequence[Retention], chunks: int, size: int) -> list[Term]:
             if one.seconds is not None:
                 seconds[chunk] = min(seconds[chunk], one.seconds)
     return [Term(level or 0, until) for level, until in zip(priorities, seconds, strict=True)]
-
-
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
 from kvtier.catalog.lease import Lease
+from kvtier.checks import check_seconds
 from kvtier.clock import monotonic
 from kvtier.device.base import Fence
 from kvtier.seams import CancelledError, Future
@@ -65,6 +66,7 @@ class CopyTransfer:
 
     def result(self, timeout: float) -> CopyResult:
         """Return the outcome, blocking at most `timeout` seconds; TIMEOUT if not settled."""
+        check_seconds("a timeout", timeout)
         return self._look(timeout) or CopyResult(CopyStatus.TIMEOUT)
 
     def __await__(self) -> Generator[Any, None, CopyResult]:
@@ -104,6 +106,7 @@ class _UpTransfer(Generic[T]):
 
     def result(self, timeout: float) -> T | None:
         """Return the result; None when there is none, or not within `timeout` seconds."""
+        check_seconds("a timeout", timeout)
         try:
             return self._running.result(timeout)
         except (TimeoutError, CancelledError):

@@ -61,7 +61,7 @@ def parse_seconds(text: str) -> float:
 
 def parse_fraction(value: object) -> float:
     """Return the fraction that ``"10%"``, ``"0.1"`` or ``0.1`` means. Raises ConfigError."""
-    text = str(value)
+    text = f"{value:.20f}" if isinstance(value, float) else str(value)
     number, percent = text.removesuffix("%"), text.endswith("%")
     if isinstance(value, bool) or not _FRACTION.fullmatch(number):
         raise ConfigError(f"{value!r} is not a fraction; write it like 10% or 0.1")
@@ -98,8 +98,8 @@ def _short(number: float, digits: int) -> str:
     return f"{number:.0f}" if whole >= digits else f"{number:.{digits}g}"
 
 
-def _split(text: str, kind: str, example: str) -> tuple[Decimal, str]:
-    found = _NUMBER.fullmatch(text)
+def _split(text: object, kind: str, example: str) -> tuple[Decimal, str]:
+    found = _NUMBER.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         raise ConfigError(f"{text!r} is not a {kind}; write it like {example}")
     return Decimal(found[1]), found[2].lower()

@@ -15,6 +15,7 @@ from typing import Final, Self
 from kvtier.catalog.catalog import LOT
 from kvtier.catalog.explain import ChunkPlace, End, Explanation, PartPlace, find_end
 from kvtier.catalog.sweep import Removed
+from kvtier.checks import check_first, check_kind, check_seconds, check_wait
 from kvtier.depot import Depot
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.geometry import Geometry
@@ -24,7 +25,7 @@ from kvtier.identity.record import KEY_BYTES, Part
 from kvtier.prefix import Namer, Prefix
 from kvtier.seams import CancelledError
 
-__all__ = ["Removed", "Upkeep", "check_first"]
+__all__ = ["Removed", "Upkeep"]
 
 _CLEAR_SECONDS: Final = 30.0
 _PURGE_SECONDS: Final = 600.0
@@ -58,6 +59,8 @@ class Upkeep:
         seconds; it goes on then.
         """
         self._check()
+        check_seconds("a timeout", timeout)
+        check_kind("a tier's name", tier, str, ConfigError)
         numbers = self._depot.numbers
         if tier not in numbers:
             raise ConfigError(f"no tier {tier!r}; this cache has {', '.join(numbers)}")
@@ -83,8 +86,7 @@ class Upkeep:
         """
         self._check()
         check_first(first)
-        if not timeout >= 0:  # so that NaN fails too
-            raise MisuseError(f"a timeout of {timeout} seconds; it must not be negative")
+        check_wait("a timeout", timeout)
         prefix = self._mine(tokens, request)
         names = [name for chunk in prefix.names[first:] for name in chunk]
         parts = records = 0
@@ -115,11 +117,15 @@ class Upkeep:
         self._check()
         digest = self.namespace.digest if digest is None else digest
         _check_digest(digest)
+        check_seconds("a timeout", timeout)
+        if not callable(progress):
+            raise MisuseError(f"progress is called with a number of parts; {progress!r} cannot be")
         return self._depot.flow.spawn(self._moves.sweeper.purge(digest, progress)).result(timeout)
 
     def flush(self, *, timeout: float) -> bool:
         """Wait until all saves are published and written down; False when time runs out."""
         self._check()
+        check_seconds("a timeout", timeout)
         return self._depot.flush(timeout)
 
     def explain(self, tokens: TokenIds | Prefix, *, request: Request | None = None) -> Explanation:
@@ -169,6 +175,7 @@ class Upkeep:
     @bypass.setter
     def bypass(self, on: bool) -> None:
         self._check()
+        check_kind("bypass", on, bool)
         if on:
             self._depot.bypassed[self.namespace.digest] = None
         else:
@@ -209,6 +216,8 @@ class Upkeep:
             return self._namer.prefix(tokens, request, None)
         if tokens.shape is not self._namer.shape:
             raise MisuseError("this prompt was named by another cache; each names its own")
+        if request is not None and request != tokens.request:
+            raise MisuseError("this prompt was named for another request; name its tokens anew")
         return tokens
 
     def _check(self) -> None:
@@ -227,12 +236,6 @@ def _label(geometry: Geometry, part: Part) -> str:
     if part.shards > 1:
         label += f" shard {part.shard}"
     return f"{label} stage {part.stage}" if part.stages > 1 else label
-
-
-def check_first(first: object) -> None:
-    """Raise MisuseError for what is no number of a chunk."""
-    if not isinstance(first, int) or first < 0:
-        raise MisuseError(f"the first chunk must be a whole number from 0 on, not {first!r}")
 
 
 def _check_digest(digest: object) -> None:

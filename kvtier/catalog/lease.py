@@ -10,6 +10,7 @@ from typing import Protocol, Self, TypeVar
 
 from kvtier.catalog.pins import Pins
 from kvtier.catalog.shelf import Room
+from kvtier.checks import check_ahead
 from kvtier.clock import Clock
 from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
@@ -18,7 +19,7 @@ from kvtier.metrics import Metrics
 
 T = TypeVar("T")
 
-__all__ = ["Keeper", "Lease", "LeaseState", "Leases", "check_ahead"]
+__all__ = ["Keeper", "Lease", "LeaseState", "Leases"]
 
 
 class LeaseState(enum.Enum):
@@ -131,12 +132,6 @@ class Keeper(Protocol):
     def renew_lease(self, lease: Lease, seconds: float) -> bool:
         """Move its deadline; False when it has ended."""
         ...
-
-
-def check_ahead(what: str, seconds: float) -> None:
-    """Raise MisuseError unless `seconds` lie in the future."""
-    if not 0 < seconds < float("inf"):  # so that NaN fails too
-        raise MisuseError(f"{what} lies {seconds} seconds ahead; it must be in the future")
 
 
 class Leases:

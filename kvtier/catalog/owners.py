@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from kvtier.checks import check_kind, is_number
 from kvtier.errors import ConfigError
 
 __all__ = ["NOBODY", "Owners", "Quota", "check_floors"]
@@ -33,15 +34,20 @@ class Quota:
     ceiling: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.floor <= self.ceiling <= 1.0:
+        numbers = is_number(self.floor) and is_number(self.ceiling)
+        if not numbers or not 0.0 <= self.floor <= self.ceiling <= 1.0:
             raise ConfigError(
                 f"a quota needs 0 <= floor <= ceiling <= 1, as fractions of a tier, not floor "
-                f"{self.floor} and ceiling {self.ceiling}"
+                f"{self.floor!r} and ceiling {self.ceiling!r}"
             )
 
 
 def check_floors(quotas: Mapping[str, Quota]) -> None:
     """Raise ConfigError when the floors of all tenants cannot be kept together."""
+    check_kind("quotas", quotas, Mapping, ConfigError)
+    for tenant, quota in quotas.items():
+        check_kind("a tenant's name", tenant, str, ConfigError)
+        check_kind(f"the quota of tenant {tenant!r}", quota, Quota, ConfigError)
     floors = math.fsum(quota.floor for quota in quotas.values())
     if floors > 1 + _ROUNDING:
         named = ", ".join(repr(tenant) for tenant, quota in quotas.items() if quota.floor)

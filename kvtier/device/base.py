@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +53,7 @@ class Copy:
     slot: NDArray[np.uint8]
 
 
+@runtime_checkable
 class Device(Protocol):
     """Enqueues copies. Calls do not block; `after` is mandatory, so that nothing is unordered."""
 

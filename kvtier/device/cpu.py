@@ -147,7 +147,7 @@ class CpuDevice:
         """See Device."""
         array = tensor
         if not isinstance(tensor, np.ndarray):
-            if getattr(tensor, "device", None) is None or tensor.device.type != "cpu":
+            if getattr(getattr(tensor, "device", None), "type", None) != "cpu":
                 raise ConfigError("the CPU device needs KV tensors of torch (CPU) or numpy")
             import torch
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvtier.checks import check_kind, check_whole
 from kvtier.errors import ConfigError, unknown
 from kvtier.identity.record import Part
 
@@ -31,6 +32,7 @@ DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 
 LAYOUT: Final = "layer-plane-token"
 _NEAR_TOKENS: Final = 256
 _MAX_CHUNK_TOKENS: Final = 8192
+_MOST: Final = 1 << 31  # of layers, heads, elements or tokens: far beyond any model
 
 
 class Needs(enum.Enum):
@@ -60,8 +62,13 @@ class Component:
     replicated: bool = False
 
     def __post_init__(self) -> None:
-        if min(self.layers, self.heads, self.head_size, self.planes) < 1:
-            raise ConfigError(f"component {self.name!r}: every size must be at least 1")
+        check_kind("a component's name", self.name, str, ConfigError)
+        for size in ("layers", "heads", "head_size", "planes"):
+            what = f"component {self.name!r}: {size}"
+            check_whole(what, getattr(self, size), 1, _MOST, ConfigError)
+        check_whole(f"component {self.name!r}: window", self.window, 0, _MOST, ConfigError)
+        check_kind(f"component {self.name!r}: needs", self.needs, Needs, ConfigError)
+        check_kind(f"component {self.name!r}: replicated", self.replicated, bool, ConfigError)
         if (self.needs is Needs.TRAILING) != (self.window > 0):
             raise ConfigError(f"component {self.name!r}: a window goes with needs=TRAILING, only")
 
@@ -85,6 +92,10 @@ class Geometry:
         _only_tuple("block_tokens", self.block_tokens)
         if not self.components:
             raise ConfigError("a geometry needs at least one component")
+        for component in self.components:
+            check_kind("a component", component, Component, ConfigError)
+        check_kind("a geometry's dtype", self.dtype, str, ConfigError)
+        check_kind("a geometry's layout", self.layout, str, ConfigError)
         if self.dtype not in DTYPE_BYTES:
             raise unknown("dtype", self.dtype, DTYPE_BYTES)
         chunk_tokens_for(self.block_tokens, self.chunk_tokens)
@@ -181,13 +192,16 @@ def chunk_tokens_for(block_tokens: Sequence[int], configured: int | None = None)
     Without `configured`, the multiple of the blocks' least common multiple nearest to 256.
     Raises ConfigError when `configured`, or any chunk of at most 8,192 tokens, does not fit.
     """
-    if not block_tokens or min(block_tokens) < 1:
-        raise ConfigError(f"block sizes must be positive, not {list(block_tokens)}")
+    for block in block_tokens:
+        check_whole("a block's tokens", block, 1, error=ConfigError)
+    if not block_tokens:
+        raise ConfigError("an engine has one block size at least, such as (16,)")
     common = math.lcm(*block_tokens)
     if configured is not None:
+        check_kind("a chunk's tokens", configured, int, ConfigError)
         if configured < 1 or configured % common or configured > _MAX_CHUNK_TOKENS:
             most = _MAX_CHUNK_TOKENS // common * common
-            near = min(max(common, round(configured / common) * common), most)
+            near = min(max(common, (configured + common // 2) // common * common), most)
             remedy = (
                 f"the nearest that fits is {near}"
                 if most

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Final
 
+from kvtier.checks import check_kind
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Geometry
 
@@ -24,6 +25,7 @@ FORMAT_VERSION: Final = 1
 """Version of the key derivation. A change makes every cache cold: see CHANGELOG."""
 
 _DIGEST_BYTES: Final = 16
+_MAX_TOKEN: Final = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,9 @@ class Span:
     digest: bytes
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop:
+        check_kind("a span's start", self.start, int, ConfigError)
+        check_kind("a span's stop", self.stop, int, ConfigError)
+        if not 0 <= self.start < self.stop <= _MAX_TOKEN:
             raise ConfigError(f"a span must have 0 <= start < stop, not {self.start}..{self.stop}")
         _only_bytes("a span's digest", self.digest)
         if len(self.digest) < _DIGEST_BYTES:
@@ -62,6 +66,9 @@ class Request:
     def __post_init__(self) -> None:
         _only_bytes("a request's adapter", self.adapter)
         _only_bytes("a request's salt", self.salt)
+        check_kind("a request's spans", self.spans, tuple, ConfigError)
+        for span in self.spans:
+            check_kind("a span", span, Span, ConfigError)
 
 
 @dataclass(frozen=True)
@@ -84,9 +91,11 @@ class Namespace:
     secret: bytes = field(default=b"", repr=False)
 
     def __post_init__(self) -> None:
+        for text in ("model", "revision", "quantisation", "kv_scales", "draft", "tenant"):
+            check_kind(f"a namespace's {text}", getattr(self, text), str, ConfigError)
         if not self.model:
             raise ConfigError("a namespace needs the name of a model")
-        _only_geometry(self.geometry)
+        check_kind("a namespace's geometry", self.geometry, Geometry, ConfigError)
         _only_bytes("a namespace's config_digest", self.config_digest)
         _only_bytes("a namespace's secret", self.secret)
         if self.kv_scales.lower() == "calibrated":
@@ -127,11 +136,6 @@ def root_key(namespace: Namespace, request: Request) -> bytes:
     identity = _fields((namespace.encoding, request.adapter, request.salt))
     secret = hashlib.sha256(namespace.secret).digest()  # HMAC pads with zeros: b"a" would be b"a\0"
     return hmac.digest(secret, identity, "sha256")
-
-
-def _only_geometry(value: object) -> None:
-    if not isinstance(value, Geometry):
-        raise ConfigError(f"a namespace's geometry is a Geometry, not {value!r}")
 
 
 def _only_bytes(what: str, value: object) -> None:

@@ -120,8 +120,8 @@ def test_a_wrong_list_of_tiers_is_one_error(urls: list[str], message: str):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"capacity": -5}, "below one byte"),
-        ({"capacity": 0}, "below one byte"),
+        ({"capacity": -5}, "whole number from 1 on"),
+        ({"capacity": 0}, "whole number from 1 on"),
         ({"admission": "second_touch"}, "did you mean 'second-touch'?"),
     ],
 )
