@@ -225,7 +225,10 @@ class Cache(Upkeep):
         """Return a match's prompt. Raises MisuseError for what is no match of this cache's."""
         check_kind("a match", match, Match)
         check_kind("the prompt of a match", match.prefix, Prefix)
-        return self._mine(match.prefix)
+        prefix = self._mine(match.prefix)
+        check_whole("a match's tokens", match.tokens, 0, prefix.limit)
+        check_whole("a match's known chunks", match.known, 0, len(prefix.names))
+        return prefix
 
     # ---- plans
 

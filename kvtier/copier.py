@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final
 
-from kvtier.checks import check_whole
+from kvtier.checks import check_kind, check_whole
 from kvtier.copyplan import CopyPlan, PlanPart
 from kvtier.device.base import Copy, Device, Fence
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
@@ -77,6 +77,8 @@ class Pages:
         """
         if os.getpid() != self._pid:
             raise MisuseError("bound KV does not cross fork; open a cache in the child")
+        check_kind("a plan", plan, CopyPlan)
+        check_kind("the fences that copies come after", after, Sequence)
         if plan.arena != self._arena_id:
             raise ProtocolError("the plan belongs to another arena")
         saves = plan.kind == "save"

@@ -124,6 +124,7 @@ CALLS: dict[str, Callable[[Toy, Any], object]] = {
     "bind on": lambda t, it: t.cache.bind(t.kv, it),
     "bind shard": lambda t, it: t.cache.bind(t.kv, t.device, shard=it),
     "bind stage": lambda t, it: t.cache.bind(t.kv, t.device, stage=it),
+    "execute": lambda t, it: t.cache.bind(t.kv, t.device).execute(it, after=()),
     "clear": lambda t, it: t.cache.clear(it),
     "purge": lambda t, it: it is None or t.cache.purge(it),
     "purge to": lambda t, it: t.cache.purge(bytes(32), progress=it),
@@ -216,6 +217,34 @@ def test_numbers_of_numpy_are_numbers_and_a_bool_is_none():
             call("it", True)
     with pytest.raises(MisuseError, match="from 1 to 3, not 4"):
         check_whole("it", 4, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "forged", [{"tokens": 10**9}, {"tokens": -16}, {"tokens": NAN}, {"known": 99}, {"known": None}]
+)
+def test_a_match_that_no_prompt_has_is_refused(toy, forged):
+    match = replace(toy.cache.match(TOKENS), **forged)
+    for call in (
+        lambda: toy.cache.lease(match, deadline=5),
+        lambda: toy.cache.fetch(match, timeout=1, deadline=5),
+        lambda: toy.cache.pin(match, timeout=1, seconds=5),
+        lambda: toy.cache.prefetch(match, base=1, per_1024_tokens=1),
+    ):
+        with pytest.raises(MisuseError, match=r"a match's .* whole number"):
+            call()
+
+
+def test_copies_come_after_fences(toy):
+    with_lease(
+        toy.cache,
+        lambda lease: ended(toy.cache, checked(toy, toy.cache.plan_load(lease, BLOCKS))),
+    )
+
+
+def checked(toy: Toy, plan: Any) -> Any:
+    with pytest.raises(MisuseError, match="fences"):
+        toy.cache.bind(toy.kv, toy.device).execute(plan, after=None)
+    return plan
 
 
 # ------------------------------------------------------------------- keys of others, as known ones
