@@ -93,3 +93,52 @@ def looks_at_siblings(monkeypatch: pytest.MonkeyPatch, count: int) -> int:
 
 def test_siblings_are_looked_at_once_when_what_they_hang_under_leaves(monkeypatch):
     assert [looks_at_siblings(monkeypatch, count) for count in (4, 40)] == [4, 40]
+
+
+def leaving(small: SmallCatalog, share: int | None = None) -> list[int]:
+    """Take out of DRAM all that may leave; return the rows."""
+    rows = []
+    for row in small.catalog._room.victims(DRAM, share):
+        rows.append(row)
+        small.catalog._room.leave(row, DRAM)
+    return rows
+
+
+def test_only_what_is_in_the_tier_leaves_with_what_it_hangs_under():
+    small = SmallCatalog(4)
+    head, tail = chain(2)
+    below = tail._replace(name=chain(1, 1)[0].name)
+    small.save([head, tail])
+    small.catalog.stored(head, LMDB, PART_BYTES)
+    small.catalog.stored(below, LMDB, PART_BYTES)
+    small.catalog.outgrown([head.name])
+    rows = small.rows([tail, head])
+    assert leaving(small) == rows
+    small.close()
+
+
+def test_what_is_held_keeps_what_it_hangs_under_and_is_looked_at_once():
+    small = SmallCatalog(4)
+    parts = chain(2)
+    small.save(parts)
+    rows = small.rows(parts)
+    lease = small.lease(parts, 9.0)
+    small.catalog.outgrown([parts[0].name])
+    assert leaving(small) == []
+    lease.release()
+    assert leaving(small) == rows[::-1]
+    small.close()
+
+
+def test_a_record_that_names_a_strangers_part_as_its_parent_keeps_it_and_no_more():
+    """What a durable tier says of itself may lie: each leaves in its own share."""
+    small = SmallCatalog(4, quotas={"a": Quota(), "b": Quota()})
+    (head,) = owned(small, "a", 1)
+    (tail,) = owned(small, "b", 2)[1:]
+    small.save([head, tail._replace(parent=head.name)])
+    head_row, tail_row = small.rows([head, tail])
+    small.catalog.outgrown([head.name])
+    mine = small.catalog._room.share(head_row)
+    assert leaving(small, mine) == []
+    assert leaving(small) == [tail_row, head_row]
+    small.close()
