@@ -21,7 +21,7 @@ __all__ = ["plan"]
 _GB: Final = 10**9
 
 
-@click.command("plan")
+@click.command("plan", short_help="Say what GPU memory is left for KV.")
 @click.argument("model")
 @click.option("--gpu-memory", metavar="SIZE", required=True, help="Of one GPU, such as 80GB.")
 @click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="How many.")

@@ -18,7 +18,7 @@ __all__ = ["replay"]
 _MOST_POINTS: Final = 64
 
 
-@click.command("replay")
+@click.command("replay", short_help="Replay a recorded trace under several policies.")
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
     "--block-size",

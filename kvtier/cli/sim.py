@@ -24,7 +24,7 @@ _WORTH_A_PROCESS: Final = 100  # schedules; a process takes half a second to sta
 _EXPLAINED: Final = 3
 
 
-@click.command("sim")
+@click.command("sim", short_help="Look for races in the cache, by thousands of schedules.")
 @click.option(
     "--schedules", type=_COUNT, default=1000, show_default=True, help="How many seeds to run."
 )
