@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -22,11 +20,11 @@ from kvtier.bench.settings import (
 from kvtier.bench.workloads import MultiTurn, NoReuse, SharedPrefix
 from kvtier.cli.kinds import DIRECTORY, Count
 from kvtier.cli.main import CommandGroup
-from kvtier.errors import ConfigError
+from kvtier.cli.output import REPORT, write_report
 from kvtier.units import parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from kvtier.bench.report import Report
+    pass
 
 __all__ = ["bench", "multi_turn", "no_reuse", "shared_prefix"]
 
@@ -125,7 +123,11 @@ def _shared_options(arms: str) -> list[Callable[[F], F]]:
             help="Round-trip time added to that server, like 20ms.",
         ),
         click.option(
-            "--json", "json_file", metavar="FILE", help="Write the report there; - is stdout."
+            "--json",
+            "json_file",
+            type=REPORT,
+            metavar="FILE",
+            help="Write the report there; - is stdout.",
         ),
         click.option("--output-details", is_flag=True, help="Put every request into the JSON."),
         click.option("-v", "--verbose", is_flag=True, help="Show what the arms' processes log."),
@@ -252,43 +254,15 @@ def _run(
     from kvtier.cli.progress import progress
     from kvtier.cli.table import show
 
-    if json_file not in (None, "-"):
-        _check_writable(Path(json_file))
     with progress() as tell:
         report = run(settings, shape, tell, details=details)
     if json_file != "-":
         show(report)
     if json_file is not None:
-        _write(report, json_file)
+        import msgspec
+
+        text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
+        write_report(text, json_file)
     for problem in report.problems:
         click.echo(f"problem: {problem}", err=True)
     return 1 if report.problems else 0
-
-
-def _check_writable(path: Path) -> None:
-    """Find out before minutes of work whether the report can be written; leave no empty one."""
-    try:
-        was_there = path.exists()
-        path.open("a").close()
-        if not was_there:
-            path.unlink()
-    except (OSError, ValueError) as error:
-        raise _not_written(path, error) from error
-
-
-def _not_written(path: Path, error: Exception) -> ConfigError:
-    cause = getattr(error, "strerror", None) or error
-    return ConfigError(f"cannot write {path} ({cause}); name another file")
-
-
-def _write(report: Report, json_file: str) -> None:
-    import msgspec
-
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
-    if json_file == "-":
-        sys.stdout.write(text)
-    else:
-        try:
-            Path(json_file).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise _not_written(Path(json_file), error) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,7 +10,7 @@ import click
 
 from kvtier.errors import ConfigError
 
-__all__ = ["DIRECTORY", "Count"]
+__all__ = ["DIRECTORY", "PART", "Count"]
 
 
 class Count(click.IntRange):
@@ -19,6 +20,19 @@ class Count(click.IntRange):
 
     def __init__(self, least: int = 1, most: int | None = None) -> None:
         super().__init__(min=least, max=most)
+
+
+class _Part(click.FloatRange):
+    """A fraction below one, and not NaN, which no comparison refuses."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        part = super().convert(value, param, ctx)
+        if math.isnan(part):
+            self.fail(f"{value} is not a number.", param, ctx)
+        return part
+
+
+PART: Final = _Part(0, 1, max_open=True)
 
 
 class _Directory(click.Path):

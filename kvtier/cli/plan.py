@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from kvtier.cli.kinds import PART
+from kvtier.cli.output import REPORT, write_report
 from kvtier.errors import unknown
 from kvtier.units import format_bytes, parse_bytes
 
@@ -43,12 +45,14 @@ _GB: Final = 10**9
 )
 @click.option(
     "--warmup",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=PART,
     default=0.5,
     show_default=True,
     help="Fraction of the trace that only fills the cache.",
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write the report; - is stdout.")
+@click.option(
+    "--json", "json_file", type=REPORT, metavar="FILE", help="Write the report; - is stdout."
+)
 def plan(model: str, json_file: str | None, **options: Any) -> int:
     """Say how GPU memory divides between weights and KV, and what a larger cache would bring.
 
@@ -70,12 +74,10 @@ def plan(model: str, json_file: str | None, **options: Any) -> int:
             warmup = options["warmup"]
             drawn = curve(trace, found.bytes_per_token, found.tokens, warmup=warmup, tell=tell)
     report = _encoded(found, drawn)
-    if json_file == "-":
-        click.echo(report.decode())
-    else:
+    if json_file != "-":
         _show(found, drawn)
-        if json_file is not None:
-            Path(json_file).write_bytes(report + b"\n")
+    if json_file is not None:
+        write_report(report.decode() + "\n", json_file)
     return 0 if found.fits else 1
 
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from kvtier.cli.kinds import PART
+from kvtier.cli.output import REPORT, write_report
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, parse_bytes
 
@@ -42,7 +44,7 @@ _MOST_POINTS: Final = 64
 )
 @click.option(
     "--warmup",
-    type=click.FloatRange(0, 1, max_open=True),
+    type=PART,
     default=0.0,
     show_default=True,
     help="Fraction of the requests that only fill the cache.",
@@ -54,7 +56,9 @@ _MOST_POINTS: Final = 64
 )
 @click.option("--skip-bad", is_flag=True, help="Count bad lines instead of refusing the file.")
 @click.option("--plot", metavar="FILE.png", help="Draw the hit rate over the capacity.")
-@click.option("--json", "json_file", metavar="FILE", help="Write the report; - is stdout.")
+@click.option(
+    "--json", "json_file", type=REPORT, metavar="FILE", help="Write the report; - is stdout."
+)
 def replay(
     traces: tuple[Path, ...],
     block_size: int,
@@ -98,13 +102,11 @@ def replay(
             replays.append(run(trace, names, points, warmup=warmup, servable=servable, tell=tell))
     if plot is not None:
         draw(replays, Path(plot))
-    if json_file == "-":
-        click.echo(encode(replays).decode())
-        return 0
-    for one in replays:
-        _show(one, block)
+    if json_file != "-":
+        for one in replays:
+            _show(one, block)
     if json_file is not None:
-        Path(json_file).write_bytes(encode(replays) + b"\n")
+        write_report(encode(replays).decode() + "\n", json_file)
     return 0
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from kvtier.cli.output import REPORT, write_report
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ _EXPLAINED: Final = 3
     metavar="TASK:N:PHASE",
     help="Cancel one task before or after its Nth step, such as request-2.0:7:after.",
 )
-@click.option("--json", "json_file", metavar="FILE", help="Write the report; - is stdout.")
+@click.option(
+    "--json", "json_file", type=REPORT, metavar="FILE", help="Write the report; - is stdout."
+)
 def sim(
     schedules: int,
     mutate: str | None,
@@ -84,7 +86,7 @@ def sim(
     also when a guard was taken away, nothing failed, and no reason is known why that is harmless.
     The result does not depend on --jobs.
     """
-    from kvtier.cli.simreport import show, write
+    from kvtier.cli.simreport import encoded, show
     from kvtier.testing.mutations import chosen
 
     names = [] if mutate is None else chosen(mutate)
@@ -92,12 +94,10 @@ def sim(
     if schedule.only and schedules > 1:
         raise ConfigError("--only names clients of one seed; give --schedules 1 with it")
     schedule.scenario()  # raises what is wrong with it
-    if json_file not in (None, "-"):
-        _check_writable(Path(json_file))
     jobs = jobs or _cores(schedules, sweep, names)
     report = _run(schedule, schedules, sweep, names, jobs)
     if json_file is not None:
-        write(report, json_file)
+        write_report(encoded(report), json_file)
     if json_file != "-":
         show(report)
     return 0 if report.clean else 1
@@ -163,11 +163,3 @@ def _run(schedule: Schedule, schedules: int, sweep: int, names: list[str], jobs:
             tell("shortening what failed", number, len(unexplained))
             one.explain(schedule)
         return report
-
-
-def _check_writable(path: Path) -> None:
-    """Find out before minutes of work whether the report can be written."""
-    try:
-        path.open("a").close()
-    except OSError as error:
-        raise ConfigError(f"cannot write {path} ({error.strerror}); name another file") from error

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -19,7 +17,7 @@ from kvtier.testing.simevents import EVENTS
 from kvtier.testing.simhistory import history, shorten
 from kvtier.testing.simschedule import Schedule, live
 
-__all__ = ["FailureReport", "MutationReport", "SimReport", "show", "write"]
+__all__ = ["FailureReport", "MutationReport", "SimReport", "encoded", "show"]
 
 _HISTORY_LINES: Final = 120
 _FOUND, _BY_TEST, _HARMLESS, _MISSED = range(4)
@@ -156,13 +154,9 @@ class SimReport(msgspec.Struct):
         )
 
 
-def write(report: SimReport, json_file: str) -> None:
-    """Write the report to a file, or with - to stdout."""
-    text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
-    if json_file == "-":
-        sys.stdout.write(text)
-    else:
-        Path(json_file).write_text(text, encoding="utf-8")
+def encoded(report: SimReport) -> str:
+    """Return the report as JSON, on lines of its own."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
 
 
 def show(report: SimReport) -> None:

@@ -10,8 +10,9 @@ import pytest
 
 import kvtier
 from kvtier.bench import settings
-from kvtier.cli import bench, probes
+from kvtier.cli import probes
 from kvtier.cli.main import run
+from kvtier.cli.output import REPORT
 
 
 def refused(capsys, *args):
@@ -91,7 +92,7 @@ def test_looking_whether_a_report_can_be_written_leaves_nothing(tmp_path):
     fresh, old = tmp_path / "fresh.json", tmp_path / "old.json"
     old.write_text("{}")
     for file in (fresh, old):
-        bench._check_writable(file)
+        assert REPORT.convert(str(file), None, None) == str(file)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["{}"]
 
 

@@ -1,0 +1,52 @@
+"""Where a report goes: a file that can be written, or stdout."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from kvtier.errors import ConfigError
+
+__all__ = ["REPORT", "write_report"]
+
+
+class _ReportFile(click.ParamType[str]):
+    """A file that can be written, or - for stdout: found out before minutes of work."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        del param, ctx
+        text = str(value)
+        if text != "-":
+            path = Path(text)
+            try:
+                was_there = path.exists()
+                path.open("a").close()
+                if not was_there:
+                    path.unlink()  # leave no empty one
+            except (OSError, ValueError) as error:
+                raise _not_written(path, error) from error
+        return text
+
+
+REPORT: Final = _ReportFile()
+
+
+def write_report(text: str, file: str) -> None:
+    """Write a report, which ends a line. Raises ConfigError where that cannot be done."""
+    if file == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(file).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise _not_written(Path(file), error) from error
+
+
+def _not_written(path: Path, error: Exception) -> ConfigError:
+    cause = getattr(error, "strerror", None) or error
+    return ConfigError(f"cannot write {path} ({cause}); name another file")
