@@ -139,7 +139,8 @@ class Plans:
             return [cast("Sequence[int]", given)] * count
         each = cast("Sequence[Sequence[int]]", given)
         if int in kinds or len(each) != count:
-            raise MisuseError(f"{count} components need one block table each, or share one")
+            share = "" if any(self._states) else ", or share one"
+            raise MisuseError(f"{count} components need one block table each{share}")
         for table in each:
             check_kind(_TABLE, table, Sequence)
             for kind in set(map(type, table)) - {int}:

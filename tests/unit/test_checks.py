@@ -241,6 +241,20 @@ def test_copies_come_after_fences(toy):
     )
 
 
+def test_a_model_with_states_cannot_share_one_block_table():
+    geometry = replace(
+        GEOMETRY,
+        components=(
+            *GEOMETRY.components,
+            kvtier.Component(1, 2, 8, planes=1, name="state", needs=kvtier.Needs.LAST),
+        ),
+    )
+    for model, says in ((geometry, "table each$"), (GEOMETRY, "table each, or share one$")):
+        cache = kvtier.open(dram(32), namespace=kvtier.Namespace("model", model))
+        with cache, pytest.raises(MisuseError, match=says):
+            cache.plan_save(cache.prefix(TOKENS), [*BLOCKS, BLOCKS])
+
+
 def checked(toy: Toy, plan: Any) -> Any:
     with pytest.raises(MisuseError, match="fences"):
         toy.cache.bind(toy.kv, toy.device).execute(plan, after=None)
