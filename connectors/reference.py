@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.cache import Cache, Lease, Match
+from kvtier.checks import check_whole
 from kvtier.connectors import base
 from kvtier.connectors.base import MISS, PENDING, Loaded, Places, Update
 from kvtier.copyplan import CopyPlan
@@ -91,6 +92,7 @@ class ReferenceConnector:
         identity: object | None = None,
     ) -> base.Match:
         """See Connector. Waits for slower tiers in the background, at most five seconds."""
+        check_whole("the computed tokens", computed)
         state = self._state(request_id, tokens, identity)
         state.computed = computed
         first = computed // self._chunk
@@ -133,7 +135,7 @@ class ReferenceConnector:
 
     def load(self, request_id: str, block_ids: Places) -> None:
         """See Connector."""
-        state = self._states[request_id]
+        state = self._states.get(request_id, _State())
         lease, state.lease = state.lease, None
         if lease is None or state.match is None:
             raise MisuseError(f"request {request_id!r} was offered nothing to load")

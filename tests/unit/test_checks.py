@@ -255,6 +255,14 @@ def test_a_model_with_states_cannot_share_one_block_table():
             cache.plan_save(cache.prefix(TOKENS), [*BLOCKS, BLOCKS])
 
 
+def test_a_connector_loads_nothing_for_a_request_that_it_does_not_know(toy):
+    with pytest.raises(MisuseError, match="'stranger' was offered nothing to load"):
+        toy.connector.load("stranger", list(BLOCKS))
+    with pytest.raises(MisuseError, match="computed tokens must be a whole number from 0 on"):
+        toy.connector.match("b", TOKENS, -16)
+    assert toy.load("b", TOKENS)[2]
+
+
 def checked(toy: Toy, plan: Any) -> Any:
     with pytest.raises(MisuseError, match="fences"):
         toy.cache.bind(toy.kv, toy.device).execute(plan, after=None)
