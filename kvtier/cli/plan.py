@@ -26,7 +26,9 @@ _GB: Final = 10**9
 @click.command("plan", short_help="Say what GPU memory is left for KV.")
 @click.argument("model")
 @click.option("--gpu-memory", metavar="SIZE", required=True, help="Of one GPU, such as 80GB.")
-@click.option("--gpus", type=click.IntRange(min=1), default=1, show_default=True, help="How many.")
+@click.option(
+    "--gpus", type=click.IntRange(1, 65_536), default=1, show_default=True, help="How many."
+)
 @click.option("--weights", metavar="TYPE", default="bf16", show_default=True, help="fp32 to fp4.")
 @click.option("--kv", metavar="TYPE", default="fp16", show_default=True, help="fp32 to fp4.")
 @click.option("--activations", metavar="SIZE", help="A GPU; estimated unless given.")
@@ -117,7 +119,7 @@ def _show(found: Budget, drawn: Curve | None) -> None:
         ("- weights", -found.weights, ""),
         ("- activations", -found.activations, ""),
         ("- overhead", -found.overhead, "driver, graphs, collectives, fragments"),
-        ("= KV", found.kv, "" if found.fits else "the model does not fit"),
+        ("= KV", max(found.kv, 0), "" if found.fits else _missing(found)),
     )
     console.print(f"{found.model}", style="bold")
     for name, value, note in rows:
@@ -127,6 +129,10 @@ def _show(found: Budget, drawn: Curve | None) -> None:
         console.print(f"  at most        {found.tokens:,} tokens of KV at a time in GPU memory")
     if drawn is not None:
         _show_curve(console, drawn)
+
+
+def _missing(found: Budget) -> str:
+    return f"the model does not fit: {(found.bytes_per_token - found.kv) / _GB:.1f} GB are missing"
 
 
 def _show_curve(console: Console, drawn: Curve) -> None:

@@ -103,6 +103,7 @@ def test_a_config_that_contradicts_itself_is_refused(tmp_path, change, says):
         (("llama-3-8b", "--kv", "bf17"), "precision of --kv 'bf17'"),
         (("llama-3-8b", "--gpu-memory", "80"), "no known unit"),
         (("llama-3-8b", "--gpus", "0"), "gpus"),
+        (("llama-3-8b", "--gpus", "9" * 20), "gpus"),
         (("llama-3-8b", "--overhead", "much"), "much"),
         (("llama-3-8b", "--trace", "no-such"), "cannot read no-such"),
     ],
@@ -114,7 +115,7 @@ def test_bad_input_is_one_clear_error(capsys, args, says):
 
 def test_a_model_that_does_not_fit_is_said_so(capsys):
     assert run(["plan", "llama-3-70b", "--gpu-memory", "80GB"]) == 1
-    assert "the model does not fit" in capsys.readouterr().out
+    assert "the model does not fit: 68.5 GB are missing" in capsys.readouterr().out
 
 
 def test_the_report_says_where_more_stops_paying(tmp_path, capsys):
