@@ -131,7 +131,7 @@ def test_locks_that_were_held_at_the_fork_stop_no_child(engines):
     toy.save("one", tokens[:TOKENS])
     lease = toy.cache.lease(toy.cache.match(tokens), deadline=60)
     cache = toy.cache
-    locks = [cache._catalog._lock, cache._plans._lock, cache.metrics._lock, cache._depot.flow._lock]
+    locks = [cache._catalog._lock, cache.metrics._lock, cache._depot.flow._lock]
     calls = [
         refused(lambda: cache.match(tokens)),
         refused(lease.release),

@@ -46,9 +46,9 @@ def test_a_directory_is_let_go_when_it_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"namespace": None}, "must be a kvtier.Namespace, not None"),
-        ({"namespace": "model"}, "must be a kvtier.Namespace, not 'model'"),
-        ({"shards": 0}, "from 1 on, not 0"),
+        ({"namespace": None}, "namespace must be a Namespace, not None"),
+        ({"namespace": "model"}, "namespace must be a Namespace, not 'model'"),
+        ({"shards": 0}, "shards must be a whole number from 1 to 65535, not 0"),
         ({"shards": "2"}, "not '2'"),
         ({"shards": 1.0}, "not 1.0"),
     ],
@@ -108,5 +108,5 @@ def test_a_geometry_that_fits_nothing_is_refused(given, said):
 
 
 def test_a_namespace_needs_a_geometry():
-    with pytest.raises(kvtier.ConfigError, match="is a Geometry, not None"):
+    with pytest.raises(kvtier.ConfigError, match="must be a Geometry, not None"):
         kvtier.Namespace("model", None)
