@@ -97,7 +97,9 @@ class Below:
             if self._busy(ahead=ahead):
                 self._metrics.add("refused_prefetches" if ahead else "refused_fetches")
                 return [], []
-            victims = Victims(self._room, owner)
+            wanted = itertools.chain.from_iterable(shape.select(names, first, tokens))
+            kept = self._room.hold_names(wanted)  # room for a head is not made of its own tail
+            victims = Victims(self._room, owner, kept)
             for chunk in range(first, -(-tokens // shape.chunk_tokens)):
                 if ahead and self._busy(ahead=True):
                     break
@@ -115,6 +117,7 @@ class Below:
                     self._room.unhold(taken)
                     break
                 chunks.append(tuple(taken))
+            self._room.unhold(kept)
         return chunks, fresh
 
     def _busy(self, *, ahead: bool) -> bool:

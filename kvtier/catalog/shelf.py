@@ -352,10 +352,14 @@ class Room:
 
 
 class Victims:
-    """One pass over the order of DRAM, for all slots that one call of one owner asks for."""
+    """One pass over the order of DRAM, for all slots that one call of one owner asks for.
 
-    def __init__(self, room: Room, owner: int) -> None:
+    kept: held rows that give way, the last of them first, once nothing else can.
+    """
+
+    def __init__(self, room: Room, owner: int, kept: list[int] | None = None) -> None:
         self._room = room
+        self._kept = kept or []
         self._share = room.owners.shares[owner]
         self._only: int | None = None
         self._turns: Iterator[int] | None = None
@@ -370,14 +374,17 @@ class Victims:
         below: see ``slot_for``.
         """
         only = self._share if self._full(nbytes) else None
-        if self._turns is None or only != self._only:  # no two passes at a time
-            self._only = only
-            self._turns = self._room.victims(DRAM, only, self._share)
-        row = next(self._turns, NO_ROW)
-        if row == NO_ROW:
-            self._turns = None  # what is above a last copy may leave once that has
-            row = self._room.last_copy(below, only, self._share)
-        return row
+        while True:
+            if self._turns is None or only != self._only:  # no two passes at a time
+                self._only = only
+                self._turns = self._room.victims(DRAM, only, self._share)
+            row = next(self._turns, NO_ROW)
+            if row == NO_ROW:
+                self._turns = None  # what is above a last copy may leave once that has
+                row = self._room.last_copy(below, only, self._share)
+            if row != NO_ROW or not self._kept:
+                return row
+            self._room.unhold((self._kept.pop(),))
 
     def _full(self, nbytes: int) -> bool:
         return self._room.over_ceiling(self._share, DRAM, slot_bytes_for(nbytes))

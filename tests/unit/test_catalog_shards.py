@@ -115,3 +115,26 @@ def test_a_long_prefetch_counts_each_part_once(monkeypatch: pytest.MonkeyPatch):
     fresh, _ = read_ahead(slots=256, leased=0, depths=30)
     assert sorted(rows) == sorted(fresh)
     assert len(fresh) == 60
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_room_for_a_head_is_not_made_of_its_own_tail(monkeypatch, kept):
+    """What is wanted and in DRAM leaves last; the twin is without that."""
+    if not kept:
+        monkeypatch.setattr("kvtier.catalog.shelf.Room.hold_names", lambda self, names: [])
+    fixture = SmallCatalog(3)
+    parts, other = chain(3), chain(2, seed=1)
+    fixture.save(parts)
+    for part, row in zip(parts[:2], fixture.rows(parts), strict=False):
+        fixture.catalog.stored(part, LMDB, 0)
+        fixture.catalog.lost(row, DRAM)
+    fixture.save(other)
+    fixture.found(other)
+    chunks, fresh = fixture.hold_for_fetch(parts)
+    assert len(chunks) == (3 if kept else 2)
+    for row in fresh:
+        fixture.catalog.fetched(row, None)
+    for rows in chunks:
+        fixture.catalog.release_rows(rows)
+    assert fixture.catalog._index.held_rows == 0
+    fixture.close()
