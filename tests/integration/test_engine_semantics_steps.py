@@ -118,9 +118,13 @@ def test_twin_saving_unverified_tokens_spoils_a_later_answer(serving, monkeypatc
     """The KV of a rejected draft is kept under the key of the token that stood in its place."""
     one = serving(drafter=never)
     save, find = one.connector.save, one.engine._scheduler.find
-    monkeypatch.setattr(
-        one.connector, "save", lambda name, _, *rest: save(name, find(name).tokens, *rest)
-    )
+
+    def unverified(name, _, *rest):
+        save(name, find(name).tokens, *rest)
+        for copying in one.connector._copying:  # before the right token stands there
+            copying.transfer.result(10)
+
+    monkeypatch.setattr(one.connector, "save", unverified)
     one.engine.generate(CROWD, LONG)
     one.settle()
     one.engine._scheduler._drafting = None
