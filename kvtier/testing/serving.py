@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,17 @@ from kvtier.config import TierConfig, parse_tier
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.base import Role
 from kvtier.device.cpu import CpuDevice
-from kvtier.engine import Completion, Engine, Model, ModelConfig, Sampling, random_weights
+from kvtier.engine import (
+    Completion,
+    Engine,
+    HybridConfig,
+    Kind,
+    Model,
+    ModelConfig,
+    Sampling,
+    random_hybrid,
+    random_weights,
+)
 from kvtier.engine.runner import AnyModel
 from kvtier.engine.spans import Inputs
 from kvtier.identity.record import RecordId
@@ -22,7 +33,7 @@ from kvtier.memory.arena import slot_bytes_for
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.tiers.store import Read, Status, Write
 
-__all__ = ["BLOCK", "CHUNK", "GatedStore", "Serving", "small_model"]
+__all__ = ["BLOCK", "CHUNK", "GatedStore", "Serving", "small_hybrid", "small_model"]
 
 BLOCK: Final = 16
 CHUNK: Final = 64
@@ -42,6 +53,22 @@ def small_model(seed: int = 1) -> Model:
         context_tokens=1024,
     )
     return Model(random_weights(config, seed=seed))
+
+
+@functools.cache
+def small_hybrid(kinds: tuple[Kind, ...], window: int) -> AnyModel:
+    """Return a random model with a layer of each kind, the same object each time."""
+    config = ModelConfig(
+        vocab_size=97,
+        layers=len(kinds),
+        hidden_size=48,
+        heads=4,
+        kv_heads=2,
+        head_size=16,
+        intermediate_size=80,
+        context_tokens=1024,
+    )
+    return random_hybrid(HybridConfig(config, kinds, window=window), seed=3)
 
 
 class GatedStore(MemoryStore):

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvtier.connectors.base import MISS
-from kvtier.engine import Engine, HybridConfig, Kind, ModelConfig, Sampling, random_hybrid
+from kvtier.engine import Engine, Kind, Sampling
 from kvtier.engine.tables import Pools
 from kvtier.identity.record import split_record_id
-from kvtier.testing.serving import CHUNK, Serving
+from kvtier.testing.serving import CHUNK, Serving, small_hybrid
 
 WINDOW = 48
 SAMPLING, LONG = Sampling(8), Sampling(60)
@@ -31,20 +31,9 @@ every_mix = pytest.mark.parametrize(
 FOUR = MIXES[-1]
 
 
-@functools.cache
 def model(kinds):
     torch.set_num_threads(1)
-    sizes = ModelConfig(
-        vocab_size=97,
-        layers=len(kinds),
-        hidden_size=48,
-        heads=4,
-        kv_heads=2,
-        head_size=16,
-        intermediate_size=80,
-        context_tokens=1024,
-    )
-    return random_hybrid(HybridConfig(sizes, kinds, window=WINDOW), seed=3)
+    return small_hybrid(tuple(kinds), WINDOW)
 
 
 def prompt(length: int, seed: int = 0) -> tuple[int, ...]:

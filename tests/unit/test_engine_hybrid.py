@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
-from kvtier.engine import HybridConfig, Kind, ModelConfig, Span, random_hybrid
+from kvtier.engine import HybridConfig, Kind, Span
 from kvtier.engine.latent import LatentWeights
 from kvtier.engine.recurrent import GATE_ROOT
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Component, Needs
+from kvtier.testing.serving import small_hybrid
 
 BLOCK = 16
 TOKENS = np.random.default_rng(0).integers(0, 97, 700).tolist()
@@ -30,20 +29,9 @@ every_mix = pytest.mark.parametrize(
 )
 
 
-@functools.cache
 def model(kinds):
     torch.set_num_threads(1)
-    sizes = ModelConfig(
-        vocab_size=97,
-        layers=len(kinds),
-        hidden_size=48,
-        heads=4,
-        kv_heads=2,
-        head_size=16,
-        intermediate_size=80,
-        context_tokens=1024,
-    )
-    return random_hybrid(HybridConfig(sizes, kinds, window=WINDOW), seed=3)
+    return small_hybrid(tuple(kinds), WINDOW)
 
 
 def pools(found, dtype=torch.bfloat16):

@@ -11,16 +11,14 @@ import torch
 from kvtier.connectors.base import Loaded, Match, Update
 from kvtier.engine import (
     Engine,
-    HybridConfig,
     Kind,
-    ModelConfig,
     Sampling,
     prompt_lookup,
-    random_hybrid,
 )
 from kvtier.engine.tables import ABSENT, Hit, Pools
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Needs
+from kvtier.testing.serving import small_hybrid
 
 CHUNK = 64
 MIXES = [
@@ -36,20 +34,9 @@ every_mix = pytest.mark.parametrize(
 SAMPLING = Sampling(20)
 
 
-@functools.cache
 def model(kinds):
     torch.set_num_threads(1)
-    sizes = ModelConfig(
-        vocab_size=97,
-        layers=len(kinds),
-        hidden_size=48,
-        heads=4,
-        kv_heads=2,
-        head_size=16,
-        intermediate_size=80,
-        context_tokens=1024,
-    )
-    return random_hybrid(HybridConfig(sizes, kinds, window=40), seed=3)
+    return small_hybrid(tuple(kinds), 40)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
