@@ -25,8 +25,7 @@ class SimDisk(MemoryStore):
 
     sync_every: changes that are synced at a time, when the call that made the last of them ends;
     1 is a store that syncs before it acknowledges. ordered: of what was not synced a beginning
-    survives a crash, otherwise any of the writes. torn: names of records whose bytes a crash left
-    in part; their headers are whole.
+    survives a crash, otherwise any of the writes.
     """
 
     def __init__(
@@ -35,7 +34,7 @@ class SimDisk(MemoryStore):
         super().__init__(name, capacity)
         self.sync_every = sync_every
         self.ordered = ordered
-        self.torn: dict[RecordId, None] = {}
+        self._torn: dict[RecordId, _Record] = {}
         self._synced: dict[RecordId, _Record] = {}
         self._journal: list[_Change] = []
         self._sync_every = sync_every
@@ -46,6 +45,14 @@ class SimDisk(MemoryStore):
     def capabilities(self) -> Capabilities:
         """Durable, whatever else."""
         return replace(super().capabilities, durable=True)
+
+    @property
+    def torn(self) -> dict[RecordId, None]:
+        """The names of records whose bytes a crash left in part; their headers are whole.
+
+        One that was deleted or written anew is torn again where a crash takes that back.
+        """
+        return {name: None for name, one in self._torn.items() if self._records.get(name) is one}
 
     def unsynced(self) -> dict[RecordId, None]:
         """Return the names of the records that a crash may take back to what they were."""
@@ -64,7 +71,6 @@ class SimDisk(MemoryStore):
         after = self._records.get(header.id)
         if after is not before:
             self._journal.append((header.id, after))
-            self.torn.pop(header.id, None)
         return status
 
     def delete_many(self, ids: Sequence[RecordId]) -> list[Status]:
@@ -72,9 +78,7 @@ class SimDisk(MemoryStore):
         self._check()
         before = [name for name in ids if name in self._records]
         statuses = super().delete_many(ids)
-        for name in before:
-            self._journal.append((name, None))
-            self.torn.pop(name, None)
+        self._journal += [(name, None) for name in before]
         self._sync_if_due()
         return statuses
 
@@ -97,9 +101,8 @@ class SimDisk(MemoryStore):
         """
         self._dead = True
         left = type(self)(self.name, self._capacity, self._sync_every, ordered=self.ordered)
-        left._records, left.torn = dict(self._synced), dict(self.torn)
+        left._records, left._torn = dict(self._synced), dict(self._torn)
         for number, (name, record) in enumerate(self._kept(rng), 1):
-            left.torn.pop(name, None)
             left._records.pop(name, None)
             if record is not None:
                 left._records[name] = record
@@ -123,8 +126,7 @@ class SimDisk(MemoryStore):
         whole = bytearray(data)
         half = len(whole) // 2
         whole[half:] = bytes([_NOISE]) * (len(whole) - half)
-        self._records[header.id] = header, memoryview(whole)
-        self.torn[header.id] = None
+        self._records[header.id] = self._torn[header.id] = header, memoryview(whole)
 
     def _sync_if_due(self) -> None:
         if len(self._journal) >= self.sync_every:

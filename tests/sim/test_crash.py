@@ -156,6 +156,53 @@ def test_a_delete_that_is_not_synced_may_not_have_been():
     assert found == {0, 1}
 
 
+def torn_disk(record) -> SimDisk:
+    """Return a medium on which a crash has left one record in part, and that syncs seldom."""
+    for seed in range(100):
+        disk = SimDisk("disk", None, sync_every=12)
+        disk.lose_power()
+        disk.write_many([record])
+        left = disk.left(random.Random(seed))
+        if left.torn:
+            return left
+    raise AssertionError("no crash tore the record")
+
+
+def changed(disk: SimDisk, record, what: str) -> None:
+    disk.delete_many([record.header.id])
+    if what == "written anew":
+        disk.write_many([record])
+    assert not disk.torn
+
+
+@pytest.mark.parametrize("what", ["deleted", "written anew"])
+def test_a_torn_record_is_there_again_when_a_crash_takes_back_what_changed_it(what):
+    record = make_record(1, 32)
+    found = set()
+    for seed in range(40):
+        disk = torn_disk(record)
+        changed(disk, record, what)
+        disk.lose_power()
+        left = disk.left(random.Random(seed))
+        into = bytearray(32)
+        (read,) = left.read_many([record.header.id], [memoryview(into)])
+        whole = read.status is Status.OK and into == bytes(record.data)
+        assert bool(left.torn) == (read.status is Status.OK and not whole)
+        found.add("torn" if left.torn else "whole" if whole else "absent")
+    assert found == {"torn", "absent", "whole"} - ({"whole"} if what == "deleted" else set())
+
+
+@pytest.mark.parametrize("what", ["deleted", "written anew"])
+def test_a_torn_record_is_gone_for_good_once_what_changed_it_is_synced(what):
+    record = make_record(1, 32)
+    for seed in range(40):
+        disk = torn_disk(record)
+        changed(disk, record, what)
+        disk.close()
+        disk.lose_power()
+        assert not disk.left(random.Random(seed)).torn
+
+
 def test_a_process_that_is_gone_changes_nothing():
     disk = SimDisk("disk", None, sync_every=1)
     disk.lose_power()
