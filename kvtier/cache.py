@@ -7,10 +7,8 @@ a handle. What an operator does to a cache, closing it included, is in ``upkeep`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-from kvtier.catalog.catalog import Found
 from kvtier.catalog.lease import Lease
 from kvtier.checks import check_ahead, check_first, check_kind, check_wait, check_whole
 from kvtier.clock import Clock, monotonic
@@ -18,12 +16,13 @@ from kvtier.config import Config
 from kvtier.copier import Pages
 from kvtier.copyplan import CopyPlan
 from kvtier.depot import Depot
+from kvtier.desk import Desk, Match
 from kvtier.device.base import Device
 from kvtier.errors import ConfigError
-from kvtier.flow import Saved
 from kvtier.identity.keys import TokenIds
 from kvtier.identity.namespace import Namespace, Request
 from kvtier.identity.shape import chunk_shape
+from kvtier.local import LocalDesk
 from kvtier.plans import BlockTable, Plans
 from kvtier.prefix import Namer, Prefix
 from kvtier.retention import Retention
@@ -37,34 +36,12 @@ __all__ = ["Cache", "Lease", "Match", "Prefix", "open_cache"]
 _MOST_RANKS: Final = 0xFFFF  # the name of a part has two bytes for each
 
 
-@dataclass(frozen=True, slots=True)
-class Match:
-    """How much of a prompt the tiers have. A value: it holds nothing and may go stale.
-
-    tokens: usable, a multiple of the engine's block, below the prompt's length. chunks: those
-    that cover them; tiers: for each chunk, the slowest tier that one of its parts needs.
-    known: chunks, from the first, that the index knows, usable or not. unknown: a shared tier may
-    have more; ``fetch`` asks it.
-    """
-
-    prefix: Prefix
-    tokens: int
-    tiers: tuple[str, ...]
-    known: int = 0
-    unknown: bool = False
-
-    @property
-    def chunks(self) -> int:
-        """Chunks that cover the usable tokens."""
-        return len(self.tiers)
-
-
 class Cache(Upkeep):
     """One namespace's KV in DRAM and the tiers below. Safe from any thread, not across fork."""
 
     def __init__(
         self,
-        config: Config | Depot,
+        config: Config | Desk,
         namespace: Namespace,
         *,
         shards: int = 1,
@@ -75,16 +52,14 @@ class Cache(Upkeep):
         self.geometry = namespace.geometry
         self.ranks = (shards, stages)
         self.shape = shape = chunk_shape(self.geometry, shards, stages)
-        if isinstance(config, Depot):
-            depot = config
-            owner = depot.join(namespace, shape)
-        else:
+        if isinstance(config, Config):
             depot = Depot(config, namespace, shape, clock, flow or ThreadFlow())
             owner = depot.catalog.owner(namespace.digest)
-        super().__init__(depot, namespace, Namer(namespace, shape, owner))
-        self._plans = Plans(
-            self._catalog, self.geometry, self._namer, depot.arena_id, depot.plan_ids
-        )
+            desk: Desk = LocalDesk(depot, namespace, shape, owner)
+        else:
+            desk = config
+        super().__init__(desk, namespace, Namer(namespace, shape, desk.owner))
+        self._plans = Plans(desk, self.geometry, self._namer)
 
     def share(self, namespace: Namespace, *, shards: int = 1, stages: int = 1) -> Cache:
         """Return a cache of another namespace on the same memory and tiers. Blocks briefly.
@@ -94,7 +69,8 @@ class Cache(Upkeep):
         """
         self._check()
         _check_kinds(namespace, shards, stages)
-        return Cache(self._depot, namespace, shards=shards, stages=stages)
+        desk = self._desk.join(namespace, chunk_shape(namespace.geometry, shards, stages))
+        return Cache(desk, namespace, shards=shards, stages=stages)
 
     # ---- match
 
@@ -114,21 +90,7 @@ class Cache(Upkeep):
         The whole chain counts as used, whatever of it the engine has in HBM.
         """
         self._check()
-        prefix = self._mine(tokens, request)
-        if self.bypass:
-            self.metrics.add("bypassed_matches")
-            return Match(prefix, 0, ())
-        limit = prefix.limit
-        found = self._catalog.match(prefix.names, self.shape, limit)
-        self.metrics.add("match_tokens", len(prefix.tokens))
-        names = list(self._depot.numbers)
-        unknown = (
-            found.chunks < len(prefix.names)
-            and found.chunks * self.shape.chunk_tokens < limit
-            and self._moves.worth_asking(prefix.names[found.chunks][0])
-        )
-        tiers = tuple(names[tier] for tier in found.tiers)
-        return Match(prefix, found.tokens, tiers, found.chunks, unknown)
+        return self._desk.match(self._mine(tokens, request))
 
     # ---- lease, fetch, pin, prefetch
 
@@ -140,13 +102,9 @@ class Cache(Upkeep):
         """
         self._check()
         check_ahead("a lease's deadline", deadline)
-        prefix = self._matched(match)
+        self._matched(match)
         check_first(first)
-        if self.bypass:
-            return None
-        return self._catalog.lease(
-            prefix.names, self.shape, first, match.tokens, deadline, whole=True
-        )
+        return self._desk.lease(match, first, deadline)
 
     def fetch(
         self, match: Match, *, timeout: float, deadline: float, first: int = 0
@@ -173,30 +131,14 @@ class Cache(Upkeep):
         """
         self._check()
         check_ahead("the end of a pin", seconds)
-        return self._fetch(match, 0, timeout, seconds, pin=self._number)
+        return self._fetch(match, 0, timeout, seconds, pin=True)
 
     def _fetch(
-        self, match: Match, first: int, timeout: float, hold: float, pin: int = 0
+        self, match: Match, first: int, timeout: float, hold: float, *, pin: bool = False
     ) -> FetchTransfer:
         check_wait("a timeout", timeout)
         self._matched(match)
-        work = self._brought(match, first, timeout, hold, pin)
-        return FetchTransfer(self._depot.flow.spawn(work))
-
-    async def _brought(
-        self, match: Match, first: int, within: float, hold: float, pin: int
-    ) -> Lease | None:
-        """Fetch, unless this namespace goes without; a pin does not outlive its cache."""
-        if self.bypass:
-            return None
-        found = Found(match.tokens, [], match.known)
-        lease = await self._moves.fetch(
-            match.prefix, first, found, ask=match.unknown, within=within, hold=hold, pin=pin
-        )
-        if lease is not None and lease.pinned and self._closing.locked():
-            with lease:
-                return None
-        return lease
+        return FetchTransfer(self._desk.fetch(match, first, within=timeout, hold=hold, pin=pin))
 
     def prefetch(
         self, prompt: Match | Prefix | TokenIds, *, base: float, per_1024_tokens: float
@@ -212,14 +154,11 @@ class Cache(Upkeep):
         """
         self._check()
         match = prompt if isinstance(prompt, Match) else self.match(prompt)
-        prefix, found = self._matched(match), Found(match.tokens, [], match.known)
+        self._matched(match)
         for budget in (base, per_1024_tokens):
             check_wait("a prefetch's budget", budget)
         within = base + match.tokens / 1024 * per_1024_tokens
-        if self.bypass:
-            return PrefetchTransfer(self._depot.flow.spawn(_nothing()))
-        work = self._moves.prefetch(prefix, found, ask=match.unknown, within=within)
-        return PrefetchTransfer(self._depot.flow.spawn(work))
+        return PrefetchTransfer(self._desk.prefetch(match, within))
 
     def _matched(self, match: Match) -> Prefix:
         """Return a match's prompt. Raises MisuseError for what is no match of this cache's."""
@@ -273,12 +212,7 @@ class Cache(Upkeep):
         check_first(first)
         check_kind("what is saved", prefix, Prefix)
         self._mine(prefix)
-        if self.bypass:
-            return None
-        plan, refused = self._plans.save(prefix, block_ids, first, retention)
-        if refused:
-            self.metrics.add("dropped_saves", refused, reason="busy")
-        return plan
+        return self._plans.save(prefix, block_ids, first, retention)
 
     def settle(self, plan: CopyPlan, result: CopyResult) -> None:
         """Report that a plan's copies have ended everywhere. Memory only.
@@ -292,11 +226,7 @@ class Cache(Upkeep):
         check_kind("a plan", plan, CopyPlan)
         check_kind("a plan's result", result, CopyResult)
         issued = self._plans.settled(plan, result)
-        if isinstance(issued, Lease):
-            self._catalog.settle(issued)
-            return
-        ok = result.status is CopyStatus.OK
-        self._moves.saved([Saved(part, slot, ok) for part, slot in issued])
+        self._desk.settle(plan.id, issued, ok=result.status is CopyStatus.OK)
 
     def loaded(self, match: Match, tiers: Mapping[str, int], first: int) -> None:
         """Count the tokens that an engine took from chunks [first, ...), by tier.
@@ -311,11 +241,7 @@ class Cache(Upkeep):
         for tier, tokens in tiers.items():
             check_kind("a tier's name", tier, str)
             check_whole("a tier's tokens", tokens, 0, len(match.prefix.tokens))
-        for tier, tokens in tiers.items():
-            self.metrics.add("hit_tokens", int(tokens), tier=tier)
-        if self._moves.counts_uses:
-            names = [name for chunk in match.prefix.names[first:] for name in chunk]
-            self._moves.used(names)
+        self._desk.loaded(match, tiers, first)
 
     # ---- the worker's side
 
@@ -326,21 +252,16 @@ class Cache(Upkeep):
         """
         self._check()  # a forked child has no such memory: touching it would end the process
         many = tensors if isinstance(tensors, (list, tuple)) else [tensors]
-        depot = self._depot
+        desk = self._desk
         shards, stages = self.ranks
         return Pages(
             self.geometry,
-            depot.arena,
-            depot.arena_id,
+            desk.arena,
+            desk.arena_id,
             many,
             device,
             (shard, shards, stage, stages),
         )
-
-
-async def _nothing() -> int:
-    """Bring up nothing."""
-    return 0
 
 
 def _check_kinds(namespace: object, shards: object, stages: object) -> None:

@@ -19,7 +19,7 @@ from kvtier.identity.geometry import (
     stage_layers,
 )
 from kvtier.identity.record import Part
-from kvtier.memory.arena import Arena
+from kvtier.memory.arena import Memory
 from kvtier.transfer import CopyTransfer
 
 __all__ = ["Pages"]
@@ -41,7 +41,7 @@ class Pages:
     def __init__(
         self,
         geometry: Geometry,
-        arena: Arena,
+        arena: Memory,
         arena_id: int,
         tensors: Sequence[Any],
         device: Device,

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Final, Literal, cast
 
-from kvtier.catalog.catalog import Catalog, Part
 from kvtier.catalog.lease import Lease
 from kvtier.checks import check_kind, check_whole
 from kvtier.copyplan import PLAN_VERSION, CopyPlan, PlanPart
+from kvtier.desk import Desk, Issued
 from kvtier.errors import MisuseError
 from kvtier.identity.geometry import Geometry, Needs
 from kvtier.identity.record import Part as PartName
@@ -19,7 +19,7 @@ from kvtier.prefix import Namer, Prefix
 from kvtier.retention import Retention, terms
 from kvtier.transfer import CopyResult, CopyStatus
 
-__all__ = ["ABSENT", "BlockTable", "Issued", "Plans"]
+__all__ = ["ABSENT", "BlockTable", "Plans"]
 
 ABSENT: Final = -1
 """In a block table: the engine has no such block, or needs none."""
@@ -29,30 +29,14 @@ BlockTable = Sequence[int] | Sequence[Sequence[int]]
 
 _TABLE: Final = "a block table (of an array, its tolist())"
 
-Issued = Lease | list[tuple[Part, Slot]]
-"""What a plan still holds: a load its lease, a save the slots it fills."""
-
 
 class Plans:
-    """The plans of one Cache that are out. Safe from any thread.
+    """The plans of one Cache that are out. Safe from any thread."""
 
-    arena: the id of its arena; ids: gives plan ids, shared by all caches of that arena.
-    """
-
-    def __init__(
-        self,
-        catalog: Catalog,
-        geometry: Geometry,
-        namer: Namer,
-        arena: int,
-        ids: Iterator[int],
-    ) -> None:
-        self._catalog = catalog
+    def __init__(self, desk: Desk, geometry: Geometry, namer: Namer) -> None:
+        self._desk = desk
         self._shape = shape = namer.shape
-        self._owner = namer.owner
         self._states = [one.needs is Needs.LAST for one in geometry.components]
-        self._arena = arena
-        self._ids = ids
         self._chunk = shape.chunk_tokens
         self._block = shape.block_tokens
         self._out: dict[int, Issued] = {}
@@ -71,7 +55,8 @@ class Plans:
         if name is not None and split_record_id(name)[1] not in self._shape.names:
             raise MisuseError("this lease is of a cache with other shards, stages or components")
         stop = self._stop(lease, tables, start)
-        if not self._catalog.issue(lease, self._owner):
+        plan = self._desk.issue(lease)
+        if not plan:
             return None
         parts: list[PlanPart] = []
         for chunk, (names, slots) in enumerate(
@@ -81,51 +66,54 @@ class Plans:
                 which = split_record_id(name)[1]
                 table = tables[which.component]
                 parts += self._loaded(chunk, which, slot, table, (start, stop))
-        return self._new("load", parts, lease, stop - start)
+        return self._new(plan, "load", parts, lease, stop - start)
 
     def save(
         self, prefix: Prefix, tables: BlockTable, first: int, retention: Sequence[Retention]
-    ) -> tuple[CopyPlan | None, int]:
-        """See ``Cache.plan_save``. Returns, too, how many chunks found no room."""
+    ) -> CopyPlan | None:
+        """See ``Cache.plan_save``."""
         per_component = self._tables(tables)
         self._check_length(per_component, len(prefix.names))
         kept = terms(retention, len(prefix.names), self._chunk)
-        wanted = [
+        places = [
             [
-                prefix.part(chunk, at, kept[chunk]) if kept else prefix.part(chunk, at)
+                at
                 for at, name in enumerate(self._shape.names)
                 if ABSENT not in self._blocks(per_component, name, chunk)
             ]
             for chunk in range(first, len(prefix.names))
         ]
-        if behind := dict.fromkeys(prefix.outgrown(first)):
-            wanted = [[one._replace(outgrown=one.name in behind) for one in c] for c in wanted]
-            self._catalog.outgrown(behind)
-        taken, refused = self._catalog.reserve(wanted)
+        plan, taken, _ = self._desk.reserve(prefix, first, places, kept)
         if not taken:
-            return None, refused
+            return None
         parts = []
         for part, slot in taken:
             name = split_record_id(part.name)[1]
             blocks = tuple(self._blocks(per_component, name, part.depth))
             parts.append(PlanPart(*slot, *name, first_token=0, blocks=blocks))
         tokens = len({part.depth for part, _ in taken}) * self._chunk
-        return self._new("save", parts, taken, tokens), refused
+        return self._new(plan, "save", parts, taken, tokens)
 
     def settled(self, plan: CopyPlan, result: CopyResult) -> Issued:
         """Take a plan back whose copies have ended; return what it held."""
         if result.status is CopyStatus.TIMEOUT:
             raise MisuseError("a copy that has not ended cannot be settled")
-        issued = self._out.pop(plan.id, None) if plan.arena == self._arena else None
+        issued = self._out.pop(plan.id, None) if plan.arena == self._desk.arena_id else None
         if issued is None:
             raise MisuseError(f"plan {plan.id} was not issued here, or was settled before")
         return issued
 
     def _new(
-        self, kind: Literal["load", "save"], parts: list[PlanPart], issued: Issued, tokens: int
+        self,
+        number: int,
+        kind: Literal["load", "save"],
+        parts: list[PlanPart],
+        issued: Issued,
+        tokens: int,
     ) -> CopyPlan:
-        plan = CopyPlan(PLAN_VERSION, next(self._ids), kind, self._arena, tokens, tuple(parts))
-        self._out[plan.id] = issued
+        arena = self._desk.arena_id
+        plan = CopyPlan(PLAN_VERSION, number, kind, arena, tokens, tuple(parts))
+        self._out[number] = issued
         return plan
 
     # ---- block tables

@@ -5,31 +5,26 @@ These may block, where they say so; an engine's threads have no use for them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections.abc import Callable
 from types import TracebackType
 from typing import Final, Self
 
-from kvtier.catalog.catalog import LOT
-from kvtier.catalog.explain import ChunkPlace, End, Explanation, PartPlace, find_end
+from kvtier.catalog.explain import Explanation
 from kvtier.catalog.sweep import Removed
 from kvtier.checks import check_first, check_kind, check_seconds, check_wait
-from kvtier.depot import Depot
+from kvtier.desk import Desk
 from kvtier.errors import ConfigError, MisuseError
-from kvtier.identity.geometry import Geometry
 from kvtier.identity.keys import TokenIds
 from kvtier.identity.namespace import Namespace, Request
-from kvtier.identity.record import KEY_BYTES, Part
+from kvtier.identity.record import KEY_BYTES
 from kvtier.prefix import Namer, Prefix
-from kvtier.seams import CancelledError
 
 __all__ = ["Removed", "Upkeep"]
 
 _CLEAR_SECONDS: Final = 30.0
 _PURGE_SECONDS: Final = 600.0
-_LOOKED_AT: Final = 64  # chunks that explain looks at under one lock
 
 
 def _untold(parts: int) -> None:
@@ -37,17 +32,13 @@ def _untold(parts: int) -> None:
 
 
 class Upkeep:
-    """One of the caches that share a Depot. Safe from any thread, not across fork."""
+    """One of the caches that share a catalog. Safe from any thread, not across fork."""
 
-    def __init__(self, depot: Depot, namespace: Namespace, namer: Namer) -> None:
+    def __init__(self, desk: Desk, namespace: Namespace, namer: Namer) -> None:
         self.namespace = namespace
-        self.metrics = depot.metrics
-        self._number = next(depot.cache_numbers)
-        self._depot = depot
-        self._catalog = depot.catalog
-        self._moves = depot.moves
+        self.metrics = desk.metrics
+        self._desk = desk
         self._namer = namer
-        self._labels = [_label(namespace.geometry, part) for part in namer.shape.names]
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
@@ -61,10 +52,10 @@ class Upkeep:
         self._check()
         check_seconds("a timeout", timeout)
         check_kind("a tier's name", tier, str, ConfigError)
-        numbers = self._depot.numbers
-        if tier not in numbers:
-            raise ConfigError(f"no tier {tier!r}; this cache has {', '.join(numbers)}")
-        self._depot.flow.spawn(self._moves.clear(numbers[tier])).result(timeout)
+        tiers = self._desk.tiers
+        if tier not in tiers:
+            raise ConfigError(f"no tier {tier!r}; this cache has {', '.join(tiers)}")
+        self._desk.clear(tier, timeout)
 
     def invalidate(
         self,
@@ -88,16 +79,7 @@ class Upkeep:
         check_first(first)
         check_wait("a timeout", timeout)
         prefix = self._mine(tokens, request)
-        names = [name for chunk in prefix.names[first:] for name in chunk]
-        parts = records = 0
-        for start in range(0, len(names), LOT):
-            lot = self._catalog.withdraw(names[start : start + LOT], "invalidated")
-            parts, records = parts + lot[0], records + lot[1]
-        if records:
-            deleting = self._depot.flow.spawn(self._moves.sweeper.sweep_for(names))
-            with contextlib.suppress(TimeoutError, CancelledError):
-                records = deleting.result(timeout)
-        return Removed(parts, records)
+        return self._desk.invalidate(prefix, first, timeout)
 
     def purge(
         self,
@@ -120,13 +102,13 @@ class Upkeep:
         check_seconds("a timeout", timeout)
         if not callable(progress):
             raise MisuseError(f"progress is called with a number of parts; {progress!r} cannot be")
-        return self._depot.flow.spawn(self._moves.sweeper.purge(digest, progress)).result(timeout)
+        return self._desk.purge(digest, timeout, progress)
 
     def flush(self, *, timeout: float) -> bool:
         """Wait until all saves are published and written down; False when time runs out."""
         self._check()
         check_seconds("a timeout", timeout)
-        return self._depot.flush(timeout)
+        return self._desk.flush(timeout)
 
     def explain(self, tokens: TokenIds | Prefix, *, request: Request | None = None) -> Explanation:
         """Say for each chunk of a prompt where it is, or why it is not. Print what it returns.
@@ -137,30 +119,12 @@ class Upkeep:
         Raises MisuseError for a prompt that another cache has named.
         """
         self._check()
-        prefix = self._mine(tokens, request)
-        shape, names = self._namer.shape, prefix.names
-        chunks: list[ChunkPlace] = []
-        for start in range(0, len(names), _LOOKED_AT):  # engine threads want the Catalog's lock
-            some = names[start : start + _LOOKED_AT]
-            chunks += self._catalog.places(some, self._labels, shape, start)
-        usable, end = find_end(shape, chunks, prefix.limit)
-        if self.bypass:
-            usable, end = 0, End(0, "the namespace goes without its cache.")
-        elif end.chunk is not None and any(not part.tiers for part in chunks[end.chunk].parts):
-            end = End(end.chunk, end.why + self._moves.asked(names[end.chunk][0]))
-        if len(prefix.tokens) > len(names) * shape.chunk_tokens:
-            rest = PartPlace("", (), reason="incomplete")
-            first, stop = len(names) * shape.chunk_tokens, len(prefix.tokens)
-            chunks.append(ChunkPlace(len(names), first, stop, (rest,)))
-        return Explanation(len(prefix.tokens), usable, end, tuple(chunks))
+        return self._desk.explain(self._mine(tokens, request))
 
     def figures(self) -> dict[str, float]:
         """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""
         self._check_process()
-        self._catalog.figures()
-        for tier in self._depot.tiers.values():
-            tier.figures()
-        return self.metrics.snapshot()
+        return self._desk.figures()
 
     @property
     def bypass(self) -> bool:
@@ -170,16 +134,13 @@ class Upkeep:
         leases and plans that are out go on. What is stored stays, and hits again afterwards.
         Other namespaces of the same tiers do not notice. Memory only.
         """
-        return self.namespace.digest in self._depot.bypassed
+        return self._desk.bypass
 
     @bypass.setter
     def bypass(self, on: bool) -> None:
         self._check()
         check_kind("bypass", on, bool)
-        if on:
-            self._depot.bypassed[self.namespace.digest] = None
-        else:
-            self._depot.bypassed.pop(self.namespace.digest, None)
+        self._desk.bypass = on
 
     # ---- life
 
@@ -191,9 +152,9 @@ class Upkeep:
         """
         if os.getpid() != self._pid or not self._closing.acquire(blocking=False):
             return
-        self._catalog.unpin(self._number)
+        self._desk.unpin()
         try:
-            self._depot.leave()
+            self._desk.leave()
         finally:
             self._closed = True
 
@@ -228,14 +189,6 @@ class Upkeep:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise MisuseError("a cache does not cross fork; open one in the child")
-
-
-def _label(geometry: Geometry, part: Part) -> str:
-    """Return the name of a part, as people are told it."""
-    label = geometry.components[part.component].name
-    if part.shards > 1:
-        label += f" shard {part.shard}"
-    return f"{label} stage {part.stage}" if part.stages > 1 else label
 
 
 def _check_digest(digest: object) -> None:

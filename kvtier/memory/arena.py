@@ -16,7 +16,7 @@ import os
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.units import format_bytes, format_least
 
-__all__ = ["PAGE_BYTES", "Arena", "Slot", "available_bytes", "slot_bytes_for"]
+__all__ = ["PAGE_BYTES", "Arena", "Memory", "Slot", "available_bytes", "slot_bytes_for"]
 
 PAGE_BYTES: Final = 4096
 
@@ -41,6 +41,12 @@ class Slot(NamedTuple):
     offset: int
     nbytes: int
     serial: int
+
+
+class Memory(Protocol):
+    """An arena as copies see it: its bytes [n], n 0 once it is closed."""
+
+    memory: NDArray[np.uint8]
 
 
 def slot_bytes_for(part_bytes: int) -> int:

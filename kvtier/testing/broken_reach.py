@@ -11,6 +11,7 @@ from kvtier.catalog.order import Order
 from kvtier.catalog.pins import Pins
 from kvtier.catalog.shelf import Room, Victims
 from kvtier.flow import Moves
+from kvtier.testing.inside import inside
 from kvtier.testing.mutation import Mutation, Patch, collector
 
 __all__ = ["REACH"]
@@ -94,7 +95,7 @@ class _Seen:
     """Lets a cache see itself as one that does not go without."""
 
     def __init__(self, cache: Cache) -> None:
-        self._bypassed, self._digest = cache._depot.bypassed, cache.namespace.digest
+        self._bypassed, self._digest = inside(cache).depot.bypassed, cache.namespace.digest
         self._on = self._digest in self._bypassed
 
     def __enter__(self) -> None:

@@ -16,6 +16,7 @@ from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot
 from kvtier.prefix import Prefix
+from kvtier.testing.inside import inside
 from kvtier.testing.simmodel import CHUNK, Model
 from kvtier.testing.simtask import Leak, SimError
 
@@ -43,9 +44,9 @@ class Oracle:
         self.also: list[Callable[[], None]] = []
         self.also_at_rest: list[Callable[[], None]] = []
         self._clock = clock
-        self._catalog = cache._catalog
-        self._index = cache._catalog._index
-        self._arena = cache._depot.arena
+        self._catalog = inside(cache).catalog
+        self._index = inside(cache).catalog._index
+        self._arena = inside(cache).depot.arena
         self.came: dict[int, float] = {}
         """When the last read of each row ended."""
         self._count_losses()
@@ -182,7 +183,7 @@ class Oracle:
                 raise SimError(f"{shelf.name}: the order's rows are not those of the index")
             used = sum(index.charged[tier][row] for row in rows)
             self._expect(used == shelf.used, f"{shelf.name}: used {used}, counted {shelf.used}")
-            binds = tier and not self.cache._depot.tiers[tier].store.capabilities.shared
+            binds = tier and not inside(self.cache).depot.tiers[tier].store.capabilities.shared
             if binds and shelf.capacity is not None and used > shelf.capacity:
                 raise SimError(f"{shelf.name}: {used} is over its budget")
 
@@ -221,7 +222,7 @@ class Oracle:
         names, prompt = match.prefix.names, len(match.prefix.tokens)
         most = self.model.usable(names, prompt, self._present)
         self._expect(match.tokens <= most, "a part that is nowhere was matched")
-        tiers = self.cache._depot.tiers.items()
+        tiers = inside(self.cache).depot.tiers.items()
         answering = 1 | sum(1 << number for number, tier in tiers if tier.available)
         least = self.model.usable(names, prompt, lambda name: self._present(name) & answering)
         self._expect(match.tokens >= least, f"{match.tokens} tokens were matched of {least}")
@@ -276,7 +277,7 @@ class Oracle:
     def check_rest(self) -> None:
         """Check that nothing is held once all requests and moves have ended."""
         self.check()
-        moves = self.cache._moves
+        moves = inside(self.cache).moves
         self._left(not self._leases(), "a lease is left")
         self._left(not any(len(cache._plans) for cache in self.caches), "a plan is left")
         self._left(not moves._saved, "a save is left")
@@ -309,7 +310,7 @@ class Oracle:
 
     def strays(self, tier: int) -> set[RecordId]:
         """Return the names of the records that a tier may have besides."""
-        return set(self.cache._moves._spillers[tier]._strays._charged)
+        return set(inside(self.cache).moves._spillers[tier]._strays._charged)
 
     @property
     def orphans(self) -> int:

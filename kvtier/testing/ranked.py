@@ -27,6 +27,7 @@ from kvtier.engine.runner import Runner
 from kvtier.engine.spans import StateCopy
 from kvtier.identity.geometry import Component
 from kvtier.memory.arena import Arena
+from kvtier.testing.inside import inside
 
 __all__ = ["RANKS", "Ranks", "main"]
 
@@ -55,7 +56,7 @@ class Ranks:
         self.geometry = cache.geometry
         peers = socket.socketpair()
         links = [socket.socketpair() for _ in range(RANKS)]
-        arena = cache._depot.arena.fd
+        arena = inside(cache).depot.arena.fd
         self.processes = [
             _started(theirs.fileno(), peers[rank].fileno(), arena)
             for rank, (_, theirs) in enumerate(links)

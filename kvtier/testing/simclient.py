@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from kvtier.cache import Match
 from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.prefix import Prefix
+from kvtier.testing.inside import inside
 from kvtier.testing.simdevice import pause
 from kvtier.testing.simmodel import BLOCK, CHUNK
 from kvtier.testing.simremoval import Removals
@@ -80,7 +81,7 @@ class Clients:
         if engine.cache is self._cache:
             self._removals.maybe(prefix)
         if self._scenario.clears and rng.random() < 0.3:
-            tier = rng.choice(("dram", *self._cache._depot.numbers))
+            tier = rng.choice(("dram", *inside(self._cache).depot.numbers))
             self._cache.clear(tier, timeout=FOREVER)
             self._world.after("clear")
 

@@ -16,6 +16,7 @@ from kvtier.identity.record import Part, RecordId, record_id
 from kvtier.memory.arena import Slot
 from kvtier.plans import ABSENT, BlockTable
 from kvtier.prefix import Prefix
+from kvtier.testing.inside import inside
 from kvtier.testing.oracle import Oracle, payload
 from kvtier.testing.simloop import SimLoop
 from kvtier.testing.simmodel import BLOCK, CHUNK, Model
@@ -76,7 +77,8 @@ class SimDevice:
                 middle = size // 2
                 low, high = (0, middle) if not half else (middle, size)
                 data = payload(name, size)[low:high] if good else bytes([_GARBAGE]) * (high - low)
-                place = self._cache._depot.arena.memory[slot.offset + low : slot.offset + high]
+                memory = inside(self._cache).arena.memory
+                place = memory[slot.offset + low : slot.offset + high]
                 np.copyto(place, np.frombuffer(data, np.uint8))
         await pause(rng)
         if good:

@@ -17,6 +17,7 @@ from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.catalog.strays import Strays
 from kvtier.identity.record import RecordId
+from kvtier.testing.inside import inside
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Fetched, Tier, Wanted
 
@@ -81,13 +82,13 @@ class Events:
         self.counts: Counter[str] = Counter(dict.fromkeys(EVENTS, 0))
         self._cache = cache
         self._tell = tell
-        self._index = cache._catalog._index
+        self._index = inside(cache).catalog._index
         self._failed: dict[RecordId, None] = {}
         self._watch_catalog()
         self._watch_index()
         self._watch_moves()
         self._watch_removal()
-        for tier in cache._depot.tiers.values():
+        for tier in inside(cache).depot.tiers.values():
             self._watch_tier(tier)
 
     def count(self, name: str) -> None:
@@ -129,7 +130,7 @@ class Events:
     # ---- the Catalog
 
     def _watch_catalog(self) -> None:
-        catalog = self._cache._catalog
+        catalog = inside(self._cache).catalog
         self._after(catalog, "issue", self._if_not("plan_refused"))
         self._after(catalog, "commit", self._if_not("commit_refused"))
         self._after(catalog, "hold_for_fetch", self._held_for_fetch)
@@ -164,12 +165,12 @@ class Events:
 
     def _held_for_fetch(self, held: Any, *_: object) -> None:
         chunks, fresh = held
-        reading = self._cache._moves._fetcher._reading
+        reading = inside(self._cache).moves._fetcher._reading
         if any(row in reading and row not in fresh for rows in chunks for row in rows):
             self.count("fetch_joined")
 
     def _waited(self, _: Any, rows: Any) -> None:
-        reading = self._cache._moves._fetcher._reading
+        reading = inside(self._cache).moves._fetcher._reading
         if any(row in reading for row in rows):
             self.count("waiter_timed_out")
 
@@ -213,7 +214,7 @@ class Events:
     # ---- what moves
 
     def _watch_moves(self) -> None:
-        moves = self._cache._moves
+        moves = inside(self._cache).moves
 
         ask, ask_within = moves._ask, moves._ask_within
         asked: dict[Any, list[bool]] = {}  # by the task that asks
@@ -272,8 +273,8 @@ class Events:
     # ---- removal
 
     def _watch_removal(self) -> None:
-        catalog, index = self._cache._catalog, self._index
-        room, moves = catalog._room, self._cache._moves
+        catalog, index = inside(self._cache).catalog, self._index
+        room, moves = catalog._room, inside(self._cache).moves
         withdraw, begin, stored = room.withdraw, catalog._begin, catalog.stored
 
         def watched_withdraw(row: int, why: str) -> None:

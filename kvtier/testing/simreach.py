@@ -18,6 +18,7 @@ from kvtier.catalog.owners import Quota
 from kvtier.errors import ConfigError
 from kvtier.identity.namespace import Namespace
 from kvtier.prefix import Prefix
+from kvtier.testing.inside import inside
 from kvtier.testing.simdevice import SimDevice, pause
 from kvtier.testing.simtask import SimError
 
@@ -170,7 +171,7 @@ class Neighbours:
 
     def _check_pins(self) -> None:
         """Recount what is pinned: it is in DRAM, and not more than half of that."""
-        catalog = self._world.cache._catalog
+        catalog = inside(self._world.cache).catalog
         index, pins = catalog._index, catalog._leases.pins
         leases = [one for one in catalog._leases._all.values() if one.pinned]
         counted = Counter(row for lease in leases for rows in lease.rows for row in rows)
@@ -188,7 +189,7 @@ class Neighbours:
     def _check_ahead(self) -> None:
         """Recount what prefetches read: it is being read, and little."""
         cache = self._world.cache
-        catalog, index = cache._catalog, cache._catalog._index
+        catalog, index = inside(cache).catalog, inside(cache).catalog._index
         read = sum(index.slot(row).nbytes for row in catalog._ahead)
         chunk = sum(-(-size // 4096) * 4096 for size in cache.shape.nbytes)
         if read != catalog._ahead_bytes or read > catalog._fetching_bytes:
@@ -214,14 +215,14 @@ class _Shares:
     """Watches what calls for one tenant take from another, and how much each has."""
 
     def __init__(self, cache: Cache, quotas: dict[str, Quota], also: list[Any]) -> None:
-        self._room = cache._catalog._room
-        self._shelves = cache._catalog._shelves
+        self._room = inside(cache).catalog._room
+        self._shelves = inside(cache).catalog._shelves
         self._exact = [
-            not tier or not cache._depot.tiers[tier].store.capabilities.shared
+            not tier or not inside(cache).depot.tiers[tier].store.capabilities.shared
             for tier in range(len(self._shelves))
         ]
         self._quotas = list(quotas.values())
-        catalog: Any = cache._catalog
+        catalog: Any = inside(cache).catalog
         self._reserve, self._hold, self._evict = (
             catalog.reserve,
             catalog.hold_for_fetch,

@@ -13,6 +13,7 @@ from kvtier.catalog.index import NO_ROW
 from kvtier.identity.record import RecordId
 from kvtier.prefix import Prefix
 from kvtier.retention import Retention
+from kvtier.testing.inside import inside
 from kvtier.testing.simtask import SimError
 
 if TYPE_CHECKING:
@@ -31,14 +32,14 @@ class _Absent:
     """
 
     def __init__(self, cache: Cache) -> None:
-        self._index = cache._catalog._index
+        self._index = inside(cache).catalog._index
         self._names: dict[RecordId, None] = {}
         self._until: dict[RecordId, float] = {}
         self._saves: dict[RecordId, int] = {}
         self._late = ""
-        self._clock = cache._depot.clock
-        catalog: Any = cache._catalog
-        sweeper = cache._moves.sweeper
+        self._clock = inside(cache).depot.clock
+        catalog: Any = inside(cache).catalog
+        sweeper = inside(cache).moves.sweeper
         self._withdraw, self._begin, self._keep = catalog._withdraw, catalog._begin, catalog._keep
         self._expire = sweeper.expire
         catalog._withdraw, catalog._begin, catalog._keep = self._withdrawn, self._begun, self._kept
@@ -140,7 +141,7 @@ class Removals:
 
     def _check_rest(self) -> None:
         """At rest no Store has what was withdrawn, unless that is known."""
-        catalog = self._cache._catalog
+        catalog = inside(self._cache).catalog
         if catalog._room.withdrawn or catalog._watching or any(catalog._records):
             raise SimError("something withdrawn was never dealt with")
         for number, store in enumerate(self._world.stores, 1):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from kvtier.cache import Cache
 from kvtier.identity.record import RecordId
 from kvtier.testing.faults import FaultyStore, Rates
+from kvtier.testing.inside import inside
 from kvtier.testing.simclient import FOREVER
 from kvtier.testing.simcrash import torn_in
 from kvtier.testing.simtask import SimError
@@ -107,7 +108,7 @@ class Ending:
 
     def _empty(self) -> None:
         """Clear every tier until nothing is left; what is only below leaves after what is above."""
-        names = list(self._cache._depot.numbers)
+        names = list(inside(self._cache).depot.numbers)
         for _ in range(len(self._world.prompts) * 8):
             for name in names:
                 self._cache.clear(name, timeout=FOREVER)
@@ -151,7 +152,7 @@ class Ending:
         return {
             number: {one.id for one in store.scan()} - torn_in(store.inner).keys()
             for number, store in enumerate(self._stores, 1)
-            if self._cache._depot.tiers[number].available and not store.rates.unavailable
+            if inside(self._cache).depot.tiers[number].available and not store.rates.unavailable
         }
 
     def _local_stores(self) -> list[tuple[int, FaultyStore]]:

@@ -9,6 +9,7 @@ from kvtier.cache import Cache
 from kvtier.catalog.index import NO_ROW
 from kvtier.catalog.spill import LATE_SECONDS
 from kvtier.testing.faults import FaultyStore
+from kvtier.testing.inside import inside
 from kvtier.testing.simtask import SimError
 from kvtier.tiers.store import Status, Write
 
@@ -45,13 +46,13 @@ class SpillWatch:
     """The queues of one cache, and what its catalog takes for written."""
 
     def __init__(self, cache: Cache, clock: Callable[[], float]) -> None:
-        self._spillers = cache._moves._spillers
+        self._spillers = inside(cache).moves._spillers
         self._clock = clock
         self._headless = ""
         self._watch_writes(cache)
 
     def _watch_writes(self, cache: Cache) -> None:
-        catalog, index = cache._catalog, cache._catalog._index
+        catalog, index = inside(cache).catalog, inside(cache).catalog._index
         written, enter = catalog.written, catalog._room.enter
         writing: list[tuple[int, int]] = []
 

@@ -23,6 +23,7 @@ from kvtier.cache import Cache
 from kvtier.config import Config
 from kvtier.identity.namespace import Namespace
 from kvtier.seams import Future
+from kvtier.testing.inside import inside
 from kvtier.testing.simcrash import Past
 from kvtier.testing.simflow import SimFlow
 from kvtier.testing.simloop import SimLoop
@@ -303,7 +304,7 @@ class ThreadWorld(World):
 
     def check(self) -> None:
         """Check everything, unless a thread is in the middle of a call on the Catalog."""
-        lock: Any = self.cache._catalog._lock
+        lock: Any = inside(self.cache).catalog._lock
         if not lock.locked():
             with self.baton.undisturbed():
                 super().check()

@@ -25,6 +25,7 @@ from kvtier.identity.shape import chunk_shape
 from kvtier.memory.arena import PAGE_BYTES
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.faults import FaultyStore
+from kvtier.testing.inside import inside
 from kvtier.testing.oracle import Oracle
 from kvtier.testing.simclient import FOREVER, Clients
 from kvtier.testing.simconditions import Conditions
@@ -123,7 +124,7 @@ class World:
 
     def end(self) -> None:
         """Give back what outlives the loop."""
-        self.cache._depot.arena.close()
+        inside(self.cache).depot.arena.close()
 
     def _open(self, number: int, shape: TierShape) -> TierConfig:
         """Open a tier's store: what an earlier life left there, or an empty one."""

@@ -162,7 +162,7 @@ class Recount(Oracle):
         """Check that nothing is held, and that every byte of a tier is accounted for."""
         assert self.cache.flush(timeout=20)
         self.check_rest()
-        for number, tier in self.cache._depot.tiers.items():
+        for number, tier in self.cache._desk.depot.tiers.items():
             if tier.store.capabilities.shared:
                 continue
             kept: dict[RecordId, Header] = {header.id: header for header in tier.store.scan()}

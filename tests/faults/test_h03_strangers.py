@@ -67,7 +67,7 @@ def test_prefixes_leases_and_plans_of_another_cache_are_misuse(engines, other_of
         "invalidate": lambda: other.invalidate(match.prefix),
         "settle": lambda: other.settle(plan, CopyResult(CopyStatus.OK)),
     }
-    right = name == "same" and other._depot is toy.cache._depot
+    right = name == "same" and other._desk.depot is toy.cache._desk.depot
     if right:
         del calls["plan_load"]
     assert [which for which, call in calls.items() if not refused(call)] == []

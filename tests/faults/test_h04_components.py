@@ -127,9 +127,9 @@ def test_any_gaps_leave_the_longest_usable_prefix(ready, model, gaps, length, kn
     ranks.store.delete_many(names)
     if known:
         for name in names:
-            row = ranks.cache._catalog._index.find(name)
-            if row != NO_ROW and ranks.cache._catalog._index.present[row]:
-                ranks.cache._catalog.lost(row, 1)
+            row = ranks.cache._desk.catalog._index.find(name)
+            if row != NO_ROW and ranks.cache._desk.catalog._index.present[row]:
+                ranks.cache._desk.catalog.lost(row, 1)
     asked, right = PROMPT[:length], usable(components, length, gaps)
     if known:
         assert ranks.cache.match(asked).tokens == right

@@ -29,7 +29,7 @@ def cut_payloads(toy, folder):
 
 def entries(toy, folder):
     """Somebody else has deleted the records from the index."""
-    store = toy.cache._depot.tiers[1].store
+    store = toy.cache._desk.depot.tiers[1].store
     store.delete_many([header.id for header in list(store.scan())])
 
 
@@ -48,7 +48,7 @@ def empty_index(toy, folder):
 
 
 def close_segments(toy):
-    files = toy.cache._depot.tiers[1].store._files
+    files = toy.cache._desk.depot.tiers[1].store._files
     with files._guard:
         for held in files._open.values():
             os.close(held.descriptor)
@@ -181,7 +181,7 @@ def test_taken_for_stored_it_would_be_computed_for_ever(engines, faulty_at):
     for seed, tokens in enumerate(prompts):
         toy.save(f"save-{seed}", tokens[:TOKENS])
     toy.cache.clear("dram")
-    toy.cache._catalog.silent = int
+    toy.cache._desk.catalog.silent = int
     store.depths = range(CHUNKS)
     for seed, tokens in enumerate(prompts):
         toy.load(f"dead-{seed}", tokens)

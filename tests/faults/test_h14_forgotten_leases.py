@@ -44,7 +44,7 @@ def fetch_and_abandon(toy, match):
 def release_too_late(toy, match):
     lease = toy.cache.lease(match, deadline=TTL)
     toy.clock.now += TTL
-    toy.cache._catalog.expire()
+    toy.cache._desk.catalog.expire()
     assert not lease.held
     lease.release()
 
@@ -108,7 +108,7 @@ def expect_free(toy, clock):
     """After the time of a lease and a second, all slots can be had for something new."""
     assert toy.cache.flush(timeout=20)
     clock.now += TTL + 1
-    assert toy.cache._catalog.expire() == 0
+    assert toy.cache._desk.catalog.expire() == 0
     assert toy.cache.figures()["kvtier_leased_parts"] == 0
     fresh = prompt(POOL * CHUNK + 1, 1)
     blocks = list(range(256)) * 4

@@ -29,7 +29,7 @@ def stalled(toy, disk):
     """Ask for a prompt whose read does not return."""
     disk.gate.clear()
     assert toy.connector.match("r", prompt(TOKENS + 1), 0).pending
-    while toy.cache._depot.arena.slots_in_use < CHUNKS:
+    while toy.cache._desk.depot.arena.slots_in_use < CHUNKS:
         toy.connector.wait(0.01)
 
 
@@ -73,13 +73,13 @@ def test_given_to_another_its_slots_would_be_overwritten(engines, disk, caplog):
     toy.cache.clear("dram")
     stalled(toy, disk)
     toy.connector.finish("r")
-    fetcher = toy.cache._moves._fetcher
+    fetcher = toy.cache._desk.moves._fetcher
 
     async def free_now():
         for row in list(fetcher._reading):
             fetcher._end(row, NO_ROW, None)
 
-    toy.cache._depot.flow.spawn(free_now()).result(5)
+    toy.cache._desk.depot.flow.spawn(free_now()).result(5)
     toy.compute(prompt(TOKENS, 1), range(TOKENS // BLOCK))
     toy.connector.save("other", prompt(TOKENS, 1), list(range(TOKENS // BLOCK)))
     toy.connector.finish("other")

@@ -24,7 +24,7 @@ assert toy.load("load", prompt(257))[2]
 toy.save("save", prompt(256))
 lease = toy.cache.lease(toy.cache.match(prompt(257)), deadline=600)
 assert lease.chunks == 4
-print(os.fstat(toy.cache._depot.arena.fd).st_ino, flush=True)
+print(os.fstat(toy.cache._desk.depot.arena.fd).st_ino, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -54,7 +54,7 @@ def test_a_killed_process_leaves_no_memory_behind(lmdb):
 
 def test_the_arena_has_no_name_that_another_could_remove(engines):
     toy = engines()
-    target = Path(f"/proc/self/fd/{toy.cache._depot.arena.fd}").readlink()
+    target = Path(f"/proc/self/fd/{toy.cache._desk.depot.arena.fd}").readlink()
     assert str(target) == "/memfd:kvtier-arena (deleted)"
 
 
@@ -67,7 +67,7 @@ from kvtier.testing.toy import NAMESPACE
 kind, limit, size, shards = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 resource.setrlimit(getattr(resource, kind), (limit, limit))
 cache = kvtier.open(f"dram:{size}", namespace=NAMESPACE, shards=shards)
-print(cache._depot.arena.nbytes, cache._depot.arena.pinned)
+print(cache._desk.depot.arena.nbytes, cache._desk.depot.arena.pinned)
 cache.close()
 """
 

@@ -103,7 +103,7 @@ def stored(cache, tokens):
     """Save a prompt whose chunks are filled with their place in it; return what was written."""
     plan = cache.plan_save(cache.prefix(tokens), list(range(len(tokens) // BLOCK)))
     for part in plan.parts if plan is not None else ():
-        cache._depot.arena.memory[part.offset : part.offset + part.nbytes] = part.blocks[0] % 251
+        cache._desk.arena.memory[part.offset : part.offset + part.nbytes] = part.blocks[0] % 251
     if plan is not None:
         cache.settle(plan, CopyResult(CopyStatus.OK))
     assert cache.flush(timeout=40)
@@ -122,7 +122,7 @@ def test_a_thousand_chunks_hit_after_a_restart_and_nothing_is_written_again(lmdb
         with cache.fetch(match, timeout=30, deadline=60).result(40) as lease:
             assert lease.chunks == CHUNKS
             for chunk, (slot,) in enumerate(lease.slots):
-                found = cache._depot.arena.memory[slot.offset : slot.offset + nbytes]
+                found = cache._desk.arena.memory[slot.offset : slot.offset + nbytes]
                 assert (found == chunk % 251).all()
         assert stored(cache, tokens[:-1]) == 0
         assert cache.figures()["kvtier_orphan_parts"] == 0

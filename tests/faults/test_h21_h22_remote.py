@@ -170,7 +170,7 @@ def test_asking_a_thousand_times_sends_nothing_new(engines, remote):
     remote.gate.clear()
     for _ in range(1000):
         assert toy.connector.match("r", tokens, 0).pending
-    toy.cache._depot.flow.spawn(nothing()).result(5)
+    toy.cache._desk.depot.flow.spawn(nothing()).result(5)
     assert [verb for verb, _ in remote.calls] in ([], ["contains"])
     remote.gate.set()
     assert toy.load("r", tokens)[::2] == (TOKENS, True)

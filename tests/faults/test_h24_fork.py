@@ -55,7 +55,7 @@ def test_every_call_of_every_handle_is_refused_and_the_parent_goes_on(engines, l
     lease = cache.lease(match, deadline=60)
     plan = cache.plan_load(lease, BLOCKS)
     pages = cache.bind(toy.kv, toy.device)
-    store = cache._depot.tiers[1].store
+    store = cache._desk.depot.tiers[1].store
     calls = {
         "match": lambda: cache.match(tokens),
         "lease": lambda: cache.lease(match, deadline=1),
@@ -131,7 +131,7 @@ def test_locks_that_were_held_at_the_fork_stop_no_child(engines):
     toy.save("one", tokens[:TOKENS])
     lease = toy.cache.lease(toy.cache.match(tokens), deadline=60)
     cache = toy.cache
-    locks = [cache._catalog._lock, cache.metrics._lock, cache._depot.flow._lock]
+    locks = [cache._desk.catalog._lock, cache.metrics._lock, cache._desk.depot.flow._lock]
     calls = [
         refused(lambda: cache.match(tokens)),
         refused(lease.release),

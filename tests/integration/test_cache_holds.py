@@ -60,7 +60,7 @@ def test_a_lease_that_ended_before_the_load_is_taken_anew(toy):
     toy.save("a", tokens[:256])
     assert toy.connector.match("b", tokens, 0).tokens == 256
     toy.connector._states["b"].lease.deadline = 0.0
-    toy.cache._catalog.expire()
+    toy.cache._desk.catalog.expire()
     assert toy.load("b", tokens)[1].tokens == 256
 
 
@@ -70,7 +70,7 @@ def test_a_plan_that_does_not_fit_the_blocks_holds_nothing(toy):
         toy.connector.save("a", tokens[:256], list(range(250, 266)))
     toy.connector.finish("a")
     toy.cache.flush(timeout=5)
-    assert toy.cache._depot.arena.slots_in_use == 0
+    assert toy.cache._desk.depot.arena.slots_in_use == 0
     toy.save("b", tokens[:256])
     assert toy.connector.match("c", tokens, 0).tokens == 256
     with pytest.raises(ProtocolError, match="of 256"):
@@ -80,7 +80,7 @@ def test_a_plan_that_does_not_fit_the_blocks_holds_nothing(toy):
 
 
 def test_clearing_ends_while_others_go_on_saving(toy, monkeypatch):
-    monkeypatch.setattr(toy.cache._catalog, "clear", lambda tier: ["just saved"])
+    monkeypatch.setattr(toy.cache._desk.catalog, "clear", lambda tier: ["just saved"])
     toy.cache.clear("dram", timeout=5)
 
 
@@ -96,7 +96,7 @@ def test_a_part_that_cannot_be_sealed_gives_its_slot_back(toy, monkeypatch):
 
     monkeypatch.setattr("kvtier.flow.checksum", no_memory)
     toy.save("a", tokens[:256])
-    assert toy.cache._depot.arena.slots_in_use == 2
+    assert toy.cache._desk.depot.arena.slots_in_use == 2
     assert toy.cache.metrics.get("dropped_saves", reason="failed") == 1
     assert toy.cache.metrics.get("dropped_saves", reason="orphan") == 1
     toy.save("b", tokens[:256])
@@ -230,7 +230,7 @@ def test_a_block_table_that_is_too_short_is_misuse(toy):
     """Or the rest of a slot would be stored as it happens to be, under the chunk's name."""
     with pytest.raises(MisuseError, match="15 blocks do not hold 4 chunks"):
         toy.cache.plan_save(toy.cache.prefix(prompt(257)), list(range(15)))
-    assert toy.cache._depot.arena.slots_in_use == 0
+    assert toy.cache._desk.depot.arena.slots_in_use == 0
 
 
 def test_a_block_before_the_first_is_refused(toy):
@@ -272,10 +272,10 @@ def test_threads_that_close_together_close_once(toy):
 
 
 def test_a_close_whose_flush_fails_still_closes(toy, monkeypatch):
-    monkeypatch.setattr(toy.cache._depot, "flush", lambda timeout: 1 // 0)
+    monkeypatch.setattr(toy.cache._desk.depot, "flush", lambda timeout: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         toy.cache.close()
-    assert toy.cache._depot.arena.fd == -1
+    assert toy.cache._desk.depot.arena.fd == -1
     assert not [one for one in threading.enumerate() if one.name == "kvtier-flow"]
 
 
@@ -313,7 +313,7 @@ def test_a_child_process_cannot_end_its_parents_lease(toy):
     tokens = prompt(257)
     toy.save("a", tokens[:256])
     lease = toy.cache.lease(toy.cache.match(tokens), deadline=60)
-    with toy.cache._catalog._lock:  # as another thread may hold it at the fork: no child gets it
+    with toy.cache._desk.catalog._lock:  # another thread may
         with contextlib.suppress(DeprecationWarning):
             child = os.fork()
         if not child:
@@ -374,8 +374,8 @@ def test_each_rank_copies_its_own_shard_only():
     for rank in (0, 1):
         assert np.array_equal(kv[rank][:, :, :16], kv[rank][:, :, 32:48])
 
-    lost = cache._catalog._index.find(match.prefix.names[3][1])
-    cache._catalog.lost(lost, 0)
+    lost = cache._desk.catalog._index.find(match.prefix.names[3][1])
+    cache._desk.catalog.lost(lost, 0)
     assert cache.match(tokens).tokens == 192
     plan = cache.plan_save(cache.prefix(tokens), list(range(16)))
     assert [(part.shard, part.blocks) for part in plan.parts] == [(1, (12, 13, 14, 15))]

@@ -165,7 +165,7 @@ def test_a_rank_that_dies_fails_its_copies_and_holds_nothing():
     with contextlib.closing(Tandem()) as tandem:
         one = tandem.engine()
         tandem.answer(one, prompt(200))
-        slots = tandem.cache._depot.arena.slots_in_use
+        slots = tandem.cache._desk.depot.arena.slots_in_use
         one.submit(prompt(200), SAMPLING)
         one.submit(prompt(200, 1), SAMPLING)
         tandem.ranks.processes[1].kill()
@@ -174,7 +174,7 @@ def test_a_rank_that_dies_fails_its_copies_and_holds_nothing():
         one.close()
         assert tandem.cache.flush(timeout=20)
         assert tandem.cache.figures()["kvtier_leased_parts"] == 0
-        assert tandem.cache._depot.arena.slots_in_use == slots
+        assert tandem.cache._desk.depot.arena.slots_in_use == slots
 
 
 def pools(model, blocks=8):

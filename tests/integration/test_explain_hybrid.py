@@ -40,7 +40,8 @@ def hybrid():
 
 
 def lose(cache: kvtier.Cache, chunk: int, at: int) -> None:
-    cache._catalog.lost(cache._catalog._index.find(cache.prefix(TOKENS).names[chunk][at]), 0)
+    catalog = cache._desk.catalog
+    catalog.lost(catalog._index.find(cache.prefix(TOKENS).names[chunk][at]), 0)
 
 
 def test_all_is_there(hybrid):

@@ -121,7 +121,7 @@ def load(cache: kvtier.Cache, ranks: Sequence[Rank], tokens: Any) -> int:
 
 def lose(cache: kvtier.Cache, tokens: Any, chunk: int, at: int) -> None:
     """Lose one part in every tier."""
-    catalog = cache._catalog
+    catalog = cache._desk.catalog
     row = catalog._index.find(cache.prefix(tokens).names[chunk][at])
     for tier in range(2):
         catalog.lost(row, tier)
@@ -180,7 +180,7 @@ def test_what_windows_leave_behind_makes_room_first(opened):
     cache, ranks = opened(*HYBRID, dram=f"{20 * 4096}B")
     save(cache, ranks, prompt(TOKENS), states=[5])  # 13 slots
     cache.plan_save(cache.prefix(prompt(CHUNK * 5, 1)), [list(range(20))] * 2 + [[ABSENT] * 5])
-    index = cache._catalog._index
+    index = cache._desk.catalog._index
     names = cache.prefix(prompt(TOKENS)).names
     in_dram = [[bool(index.present[index.find(part)] & 1) for part in parts] for parts in names]
     assert all(full for full, _, _ in in_dram)

@@ -120,7 +120,7 @@ def test_a_defect_while_writing_down_or_reading_keeps_no_slot(monkeypatch, caplo
     toy.cache.clear("dram")
     monkeypatch.setattr("kvtier.tiers.tier.Tier.read", None)
     assert toy.load("d", prompt(257, 1))[0] == 0
-    assert toy.cache._depot.arena.slots_in_use == 0
+    assert toy.cache._desk.depot.arena.slots_in_use == 0
     monkeypatch.undo()
     assert toy.load("e", prompt(257, 1))[2]
     toy.close()

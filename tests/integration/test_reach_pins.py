@@ -57,7 +57,7 @@ def test_a_pin_brings_a_prompt_up_and_keeps_it_there(toy):
 def test_a_pin_ends_when_its_time_is_over_and_is_no_lease_that_expired(toy):
     lease = pin(toy, seconds=0.05)
     while lease.state is LeaseState.HELD:
-        toy.cache._catalog.expire()
+        toy.cache._desk.catalog.expire()
     assert pinned(toy) == 0
     assert toy.cache.metrics.get("expired_leases") == 0
     assert not lease.renew(60)
@@ -133,10 +133,9 @@ def test_a_pin_that_comes_up_while_its_cache_closes_is_none(toy):
     other = Toy(toy.cache.share(Namespace("other", GEOMETRY)))
     other.save("b", TOKENS)
     match = other.cache.match(TOKENS)
-    other.cache._closing.acquire()  # it is closing now
+    other.cache._desk.unpin()  # it is closing now
     assert other.cache.pin(match, seconds=60, timeout=10).result(10) is None
     assert pinned(toy) == 0
-    other.cache._closing.release()
     other.close()
 
 

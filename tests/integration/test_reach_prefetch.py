@@ -61,7 +61,7 @@ def test_what_lies_below_is_in_dram_then_and_nothing_is_held(toy):
     assert toy.cache.match(TOKENS).tiers == ("dram",) * 12
     toy.cache.figures()
     assert toy.cache.metrics.get("leased_parts") == 0
-    assert toy.cache._catalog._ahead_bytes == 0
+    assert toy.cache._desk.catalog._ahead_bytes == 0
     assert prefetch(toy).result(10) == 12 * CHUNK  # all is there
     assert toy.cache.metrics.get("fetched_bytes") == 12 * CHUNK_BYTES
 
@@ -73,7 +73,7 @@ def test_its_time_grows_with_the_tokens(toy, monkeypatch):
         seen.append(within)
         return 0
 
-    monkeypatch.setattr(toy.cache._moves, "prefetch", noted)
+    monkeypatch.setattr(toy.cache._desk.moves, "prefetch", noted)
     for tokens in (TOKENS, prompt(6 * CHUNK + 1, seed=1)):
         prefetch(toy, tokens, base=0.5, per_1024_tokens=4.0).result(10)
     assert seen == [0.5 + 4.0 * 12 * CHUNK / 1024, 0.5 + 4.0 * 6 * CHUNK / 1024]
@@ -83,7 +83,7 @@ def test_when_its_time_is_over_it_says_how_much_there_is(toy, gate):
     gate.open.clear()
     assert prefetch(toy, base=0.01, per_1024_tokens=0).result(10) == 0
     gate.open.set()
-    while toy.cache._catalog._fetching_bytes:
+    while toy.cache._desk.catalog._fetching_bytes:
         settle(toy)
     assert prefetch(toy).result(10) == 12 * CHUNK
 
@@ -92,7 +92,7 @@ def test_prefetches_fill_a_quarter_of_dram_and_fetches_are_not_refused_for_it(to
     gate.open.clear()
     running = [prefetch(toy), prefetch(toy, prompt(6 * CHUNK + 1, seed=1))]
     settle(toy)
-    assert toy.cache._catalog._ahead_bytes == SLOTS // 4 * CHUNK_BYTES
+    assert toy.cache._desk.catalog._ahead_bytes == SLOTS // 4 * CHUNK_BYTES
     assert toy.cache.metrics.get("refused_prefetches") == 1
     match = toy.cache.match(prompt(6 * CHUNK + 1, seed=1))
     demand = toy.cache.fetch(match, timeout=10, deadline=10)
@@ -110,7 +110,7 @@ def test_while_fetches_fill_a_quarter_no_prefetch_begins(toy, gate):
     demand = toy.cache.fetch(match, timeout=10, deadline=10)
     settle(toy)
     assert prefetch(toy, base=0.01).result(10) == 0
-    assert toy.cache._catalog._ahead_bytes == 0
+    assert toy.cache._desk.catalog._ahead_bytes == 0
     assert toy.cache.metrics.get("refused_prefetches") == 1
     gate.open.set()
     assert demand.result(10).tokens == 6 * CHUNK
@@ -132,7 +132,7 @@ def test_without_the_bound_prefetches_would_take_dram_from_fetches(toy, gate, mo
 def test_a_prefetch_is_no_second_touch(toy):
     """What is brought up on a guess was not used, and is not offered to slower tiers for it."""
     offered = []
-    toy.cache._moves.used = offered.append
+    toy.cache._desk.moves.used = offered.append
     prefetch(toy).result(10)
     assert offered == []
     match = toy.cache.match(TOKENS)
@@ -150,7 +150,7 @@ def test_awaiting_one_is_possible(toy):
     async def wait() -> int | None:
         return await prefetch(toy)
 
-    assert toy.cache._depot.flow.spawn(wait()).result(10) == 12 * CHUNK
+    assert toy.cache._desk.depot.flow.spawn(wait()).result(10) == 12 * CHUNK
 
 
 def test_a_bypassed_namespace_prefetches_and_pins_nothing(toy):
@@ -169,4 +169,4 @@ def settle(toy) -> None:
         for _ in range(5):
             await asyncio.sleep(0)
 
-    toy.cache._depot.flow.spawn(turn()).result(10)
+    toy.cache._desk.depot.flow.spawn(turn()).result(10)

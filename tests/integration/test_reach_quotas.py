@@ -39,9 +39,9 @@ def used(toy: Toy, tenant: str, tier: str) -> float:
 
 def test_spilling_keeps_to_a_ceiling_and_to_another_tenants_floor():
     acme, beta = toys = tenants(None, "acme", "beta", acme=Quota(0.3, 0.5), beta=Quota(0.3, 0.8))
-    tier = next(iter(acme.cache._depot.tiers.values()))
+    tier = next(iter(acme.cache._desk.depot.tiers.values()))
     record = tier.footprint(CHUNK_BYTES)
-    most = acme.cache._catalog.capacity(1) // record
+    most = acme.cache._desk.catalog.capacity(1) // record
     acme.save("a", tokens(6, 1))
     assert used(acme, "acme", "memory") <= 0.5 * most * record
     for seed in range(2, 6):
@@ -68,7 +68,7 @@ def test_what_does_not_fit_under_a_ceiling_is_dropped_and_counted(monkeypatch):
     )
     (acme,) = tenants(None, "acme", acme=Quota(ceiling=0.5))
     acme.save("a", tokens(9, 1))
-    capacity = acme.cache._catalog.capacity(1)
+    capacity = acme.cache._desk.catalog.capacity(1)
     assert used(acme, "acme", "memory") > 0.5 * capacity
     acme.close()
 

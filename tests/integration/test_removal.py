@@ -285,7 +285,7 @@ def test_what_is_kept_for_a_time_leaves_all_tiers_when_it_is_over():
 
 
 def tick(cache: Cache) -> None:
-    cache._depot.flow.spawn(cache._moves.sweeper.expire()).result(WITHIN)
+    cache._desk.depot.flow.spawn(cache._desk.moves.sweeper.expire()).result(WITHIN)
 
 
 def test_the_reaper_sees_to_it(toy):

@@ -11,7 +11,7 @@ from kvtier.testing.toy import NAMESPACE, dram, opened
 def test_nobody_joins_after_the_last_has_left():
     """Its memory is gone: who came between that and the end of `close` would read nothing."""
     one = opened(dram(8))
-    depot = one.cache._depot
+    depot = one.cache._desk.depot
     one.close()
     with pytest.raises(MisuseError, match="closed"):
         depot.join(NAMESPACE, one.cache.shape)
@@ -21,7 +21,7 @@ def test_nobody_joins_after_the_last_has_left():
 def test_the_last_one_may_close_while_another_is_on_its_way_out(monkeypatch):
     one = opened(dram(8))
     other = one.cache.share(NAMESPACE)
-    depot = one.cache._depot
+    depot = one.cache._desk.depot
     flush = depot.flush
 
     def after_the_other(timeout: float) -> bool:

@@ -43,7 +43,7 @@ class Unlocked(ThreadWorld):
 
     def open_cache(self, *args):
         cache = super().open_cache(*args)
-        cache._catalog._lock = NoLock()
+        cache._desk.catalog._lock = NoLock()
         return cache
 
 

@@ -93,7 +93,7 @@ def test_on_a_real_disk_what_is_used_is_written_once_the_budget_is_short(tmp_pat
 def parse_footprint(folder) -> int:
     """Return what a chunk of the toy takes on such a disk."""
     with kvtier.open(dram(4), f"lmdb:{folder}/probe?capacity=64MiB", namespace=NAMESPACE) as cache:
-        return cache._depot.tiers[1].footprint(cache.shape.nbytes[0])
+        return cache._desk.depot.tiers[1].footprint(cache.shape.nbytes[0])
 
 
 # --------------------------------------------------------------------------------------- on-evict

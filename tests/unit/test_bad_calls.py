@@ -61,7 +61,7 @@ class Bench:
 
     def counts(self):
         """Return all that a bad call could spoil."""
-        catalog, index = self.cache._catalog, self.cache._catalog._index
+        catalog, index = self.cache._desk.catalog, self.cache._desk.catalog._index
         return (
             sorted(index.holds),
             index.held_rows,
@@ -97,7 +97,7 @@ def released(lease):
 
 def expired(bench):
     lease = bench.cache.lease(bench.match, deadline=1e-9)
-    bench.cache._catalog.expire()
+    bench.cache._desk.catalog.expire()
     assert lease.state is LeaseState.EXPIRED
     return lease
 
@@ -156,7 +156,7 @@ CALLS = {
         "settled before",
     ),
     "settle a stranger's plan": (
-        lambda b: structs.replace(b.plan, arena=b.stranger.cache._depot.arena_id),
+        lambda b: structs.replace(b.plan, arena=b.stranger.cache._desk.depot.arena_id),
         lambda b, plan: b.cache.settle(plan, OK),
         "not issued here",
     ),
@@ -172,17 +172,17 @@ CALLS = {
     ),
     "commit what was not reserved": (
         lambda b: b.cache.prefix(OTHER).part(0, 0).name,
-        lambda b, name: b.cache._catalog.commit(name, Slot(0, 4096, 1), bytes(16)),
+        lambda b, name: b.cache._desk.catalog.commit(name, Slot(0, 4096, 1), bytes(16)),
         "not reserved",
     ),
     "commit what is there already": (
         lambda b: (b.held.names[0][0], b.held.slots[0][0]),
-        lambda b, it: b.cache._catalog.commit(*it, bytes(16)),
+        lambda b, it: b.cache._desk.catalog.commit(*it, bytes(16)),
         "not reserved",
     ),
     "abort what was not reserved": (
         lambda b: (b.held.names[0][0], b.held.slots[0][0]),
-        lambda b, it: b.cache._catalog.abort(*it),
+        lambda b, it: b.cache._desk.catalog.abort(*it),
         "not reserved",
     ),
     "match another namespace's prompt": (
@@ -294,12 +294,12 @@ def test_a_bad_call_is_told_and_harms_nobody(bench, what):
         with pytest.raises(MisuseError, match=says):
             call(bench, subject)
     assert bench.counts() == before
-    assert min(bench.cache._catalog._index.holds) >= 0
+    assert min(bench.cache._desk.catalog._index.holds) >= 0
 
 
 def test_a_save_that_is_committed_twice_is_told_the_second_time(bench):
     (part, slot), plan = bench.reserved()
-    catalog = bench.cache._catalog
+    catalog = bench.cache._desk.catalog
     assert catalog.commit(part.name, slot, bytes(16))
     with pytest.raises(MisuseError, match="not reserved"):
         catalog.commit(part.name, slot, bytes(16))
@@ -313,7 +313,7 @@ def test_the_same_namespace_on_more_shards_never_meets_the_other(bench):
     """Its parts have other names: what one saved the other does not find, or harm."""
     assert bench.wider.match(TOKENS).tokens == 0
     assert not {name for chunk in bench.wider.prefix(TOKENS).names for name in chunk} & set(
-        bench.cache._catalog._index.rows
+        bench.cache._desk.catalog._index.rows
     )
     taken = bench.wider.plan_save(bench.wider.prefix(TOKENS), BLOCKS)
     assert len(taken.parts) == 8
@@ -368,7 +368,7 @@ def test_without_its_guard_a_strangers_plan_would_end_anothers_hold(bench, monke
 def test_the_oracle_agrees_after_all_of_it(bench, monkeypatch):
     """Recount the whole cache after every bad call of the table, in one life."""
     model = Model(bench.cache.geometry.components, *bench.cache.ranks)
-    oracle = Oracle(bench.cache, model, bench.cache._depot.clock)
+    oracle = Oracle(bench.cache, model, bench.cache._desk.depot.clock)
     monkeypatch.setattr(oracle, "expect_bytes", lambda *_: None)  # a toy's bytes are its own
     for prepare, call, says in {**CALLS, **TIMES}.values():
         subject = prepare(bench)

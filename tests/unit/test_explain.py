@@ -63,7 +63,7 @@ def where(toy, tokens=TOKENS) -> list[str]:
 
 
 def row(toy, chunk: int) -> int:
-    return toy.cache._catalog._index.find(toy.cache.prefix(TOKENS).names[chunk][0])
+    return toy.cache._desk.catalog._index.find(toy.cache.prefix(TOKENS).names[chunk][0])
 
 
 # ---------------------------------------------------------------------------------- where it is
@@ -214,7 +214,7 @@ def test_a_save_that_could_not_be_sealed(toy, monkeypatch):
         raise MemoryError
 
     plan = toy.cache.plan_save(toy.cache.prefix(TOKENS), BLOCKS)
-    monkeypatch.setattr(toy.cache._moves._flow, "io", broken)
+    monkeypatch.setattr(toy.cache._desk.moves._flow, "io", broken)
     toy.cache.settle(plan, CopyResult(CopyStatus.OK))
     toy.cache.flush(timeout=5)
     assert whys(toy)[0] == "not saved, it could not be sealed, just now"
@@ -231,7 +231,7 @@ def test_a_namespace_that_goes_without(toy):
 def test_a_tier_that_does_not_answer(toy):
     toy.save("a", TOKENS)
     toy.cache.clear("dram")
-    toy.cache._catalog.silent = lambda: 1 << 1
+    toy.cache._desk.catalog.silent = lambda: 1 << 1
     found = toy.cache.explain(TOKENS)
     assert found.usable == toy.cache.match(TOKENS).tokens == 0
     assert (where(toy)[0], found.end) == ("memory", End(0, "memory does not answer."))

@@ -72,4 +72,4 @@ def test_a_ceiling_below_one_chunk_is_refused_with_the_tenant_and_a_remedy(tier)
     with open_cache(config, namespace=Namespace("tiny", GEOMETRY)) as other:
         with pytest.raises(ConfigError, match="tenant 'acme'"):
             other.share(mine)
-        assert other._depot._caches == 1
+        assert other._desk.depot._caches == 1

@@ -27,12 +27,10 @@ FLOORS = [
     "tiers",
     "device",
     "catalog",
-    (
-        "copyplan copier transfer retention prefix flow config opening plans depot upkeep cache "
-        "__init__"
-    ),
-    "connectors",
+    "copyplan copier transfer retention prefix flow config opening desk plans depot local",
     "daemon",
+    "upkeep cache __init__",
+    "connectors",
     "engine planning bench testing cli __main__",
 ]
 FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.split()}
