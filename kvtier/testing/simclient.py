@@ -77,6 +77,8 @@ class Clients:
         lease = await self._acquire(rng, engine, match, first)
         if lease is not None:
             await self._load(rng, engine, match, lease)
+        elif engine.cache is self._cache:
+            await self._removals.while_asked(prefix)
         await self._save(rng, engine, prefix)
         if engine.cache is self._cache:
             self._removals.maybe(prefix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
@@ -23,6 +24,7 @@ __all__ = ["Removals"]
 
 _RATES: Final = (0.0, 0.1, 0.3)
 _FOREVER: Final = 10_000.0
+_ANSWER_SECONDS: Final = 0.005  # of a store that is not slow
 
 
 class _Absent:
@@ -120,11 +122,23 @@ class Removals:
             return []
         return [_drawn(rng, tokens) for _ in range(rng.randint(1, 2))]
 
+    async def while_asked(self, prefix: Prefix) -> None:
+        """Remove a prompt, mostly, for which a shared tier is asked after its fetch was given up.
+
+        Not where what others wrote spoils: it would be gone before.
+        """
+        rng, asking = self._rng, self._cache._moves._asking
+        if self._rate and asking and not self._world.scenario.decaying and rng.random() < 0.7:
+            await asyncio.sleep(rng.uniform(0.0, _ANSWER_SECONDS))
+            self._remove(prefix)
+
     def maybe(self, prefix: Prefix) -> None:
         """Remove something, sometimes; most often a part of this prompt."""
+        if self._rng.random() < self._rate:
+            self._remove(prefix)
+
+    def _remove(self, prefix: Prefix) -> None:
         rng = self._rng
-        if rng.random() >= self._rate:
-            return
         if rng.random() < 0.2:
             self._cache.purge(timeout=_FOREVER)
             self._world.after("purge")

@@ -146,6 +146,11 @@ class Scenario:
         return [n for n in range(self.clients) if not self.only or n in self.only]
 
     @property
+    def decaying(self) -> bool:
+        """Say whether most of what another host has written spoils."""
+        return self.rates in _DECAYS
+
+    @property
     def faultless(self) -> bool:
         """Say whether every tier keeps and returns all that it was given, and nothing else."""
         return self.rates == _NO_FAULTS and not any(shape.shared for shape in self.tiers)
