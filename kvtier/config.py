@@ -25,7 +25,15 @@ from kvtier.units import parse_bytes, parse_fraction
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["ADMISSIONS", "Config", "TierConfig", "load_store", "parse_tier", "store_types"]
+__all__ = [
+    "ADMISSIONS",
+    "Config",
+    "TierConfig",
+    "load_store",
+    "parse_options",
+    "parse_tier",
+    "store_types",
+]
 
 ADMISSIONS: Final = ("through", "second-touch", "on-evict", "auto")
 _OWN_OPTIONS: Final = ("capacity", "admission", "write_budget")
@@ -164,7 +172,7 @@ def parse_tier(url: str) -> TierConfig:
     shown = _UNSAID.sub(r"\1\3…\2", url)
     if not location:
         raise ConfigError(f"tier {shown!r} needs a place after the colon")
-    given = _query(shown, query)
+    given = parse_options(shown, query)
     store = load_store(types[scheme])
     for name in given:
         if name not in store.OPTIONS and name not in _OWN_OPTIONS:
@@ -208,7 +216,7 @@ def load_store(entry: EntryPoint) -> type[Store]:
     return store
 
 
-def _query(shown: str, query: str) -> dict[str, str]:
+def parse_options(shown: str, query: str) -> dict[str, str]:
     """Read ``a=b&c=d``, refusing what is malformed or said twice. shown: what errors name."""
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []

@@ -19,7 +19,7 @@ from kvtier.metrics import Metrics
 
 T = TypeVar("T")
 
-__all__ = ["Keeper", "Lease", "LeaseState", "Leases"]
+__all__ = ["Keeper", "Lease", "LeaseState", "Leases", "by_chunk"]
 
 
 class LeaseState(enum.Enum):
@@ -178,9 +178,9 @@ class Leases:
             self._metrics.add("refused_pins")
             return None
         index.hold_all(rows)
-        slots = _by_chunk(index.slots(rows), names)
+        slots = by_chunk(index.slots(rows), names)
         deadline = self._clock() + seconds
-        lease = Lease(first, tokens, names, _by_chunk(rows, names), slots, deadline, keeper)
+        lease = Lease(first, tokens, names, by_chunk(rows, names), slots, deadline, keeper)
         lease.serial = self._serial = self._serial + 1
         self._all[lease.serial] = lease
         if pin:
@@ -224,9 +224,7 @@ class Leases:
             self._room.unhold(itertools.chain.from_iterable(lease.rows))
 
 
-def _by_chunk(
-    values: Iterable[T], names: Sequence[Sequence[RecordId]]
-) -> tuple[tuple[T, ...], ...]:
+def by_chunk(values: Iterable[T], names: Sequence[Sequence[RecordId]]) -> tuple[tuple[T, ...], ...]:
     """Return values, one for each name, grouped as the names are."""
     each = iter(values)
     sizes = set(map(len, names))

@@ -17,9 +17,10 @@ Slots come as three runs of unsigned 64-bit numbers, little-endian: all offsets,
 serials. No KV crosses a socket: both sides map the arena, whose descriptor comes with Welcome.
 
 A client opens a connection and says Hello, with its pidfd; the daemon says Welcome, with the
-arena's descriptor. Then Join for each namespace, and any of the others in any order. Requests of
-one connection are taken in their order; replies to Fetch and what else takes time come when they
-are there. A client says Bye before it closes on purpose; the daemon says Closing before it ends.
+arena's descriptor. After a break, Resume comes next. Then Join for each namespace, and any of the
+others in any order. Requests of one connection are taken in their order; replies to Fetch and what
+else takes time come when they are there. A client says Bye before it closes on purpose; the daemon
+says Closing before it ends.
 
 A length is compared with the kind's cap before anything is allocated, and each value is checked
 as it is decoded. What does not pass is a ProtocolError: the daemon answers Failed and closes.

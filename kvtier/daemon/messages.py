@@ -37,6 +37,7 @@ __all__ = [
     "Release",
     "Renew",
     "Reserve",
+    "Resume",
     "Seconds",
     "Settle",
     "Short",
@@ -126,6 +127,19 @@ class Bye(Message):
     """The client closes on purpose. No answer."""
 
     KIND = 4
+
+
+class Resume(Message):
+    """What of a session still stands after a break, said right after Welcome. No answer.
+
+    plans: that are out still, of each its generation and its id as unsigned 64-bit numbers,
+    little-endian. All its other plans have ended, of whatever generation, and so have all leases,
+    pins and desks that it had.
+    """
+
+    KIND = 5
+    MOST = 1 << 20
+    plans: bytes
 
 
 # ---- from a client: a cache's calls. desk: the number that Joined gave.
