@@ -47,6 +47,10 @@ __all__ = [
 MOST_CHUNKS: Final = 1 << 17  # of a prompt
 SMALL: Final = 4 << 10
 LARGE: Final = 64 << 20
+_PROMPT: Final = MOST_CHUNKS * KEY_BYTES + SMALL  # bytes of a message that carries a prompt
+_SAVE: Final = _PROMPT + (2 << 20)
+_MOST_TIERS: Final = 64
+_MOST_PARTS: Final = 1 << 16  # of one chunk
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Short = Annotated[str, msgspec.Meta(max_length=256)]
@@ -57,6 +61,10 @@ _Token = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 _Keys = Annotated[bytes, msgspec.Meta(max_length=MOST_CHUNKS * KEY_BYTES)]
 Chunks = Annotated[int, msgspec.Meta(ge=0, le=MOST_CHUNKS)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+_Places = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, lt=_MOST_PARTS)]], msgspec.Meta(max_length=_MOST_PARTS)
+]
+_Priority = Annotated[int, msgspec.Meta(ge=-100, le=100)]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -149,7 +157,7 @@ class Match(Message):
     """See Desk.match. Answered by Matched."""
 
     KIND = 10
-    MOST = LARGE
+    MOST = _PROMPT
     desk: Number
     prompt: Prompt
 
@@ -158,7 +166,7 @@ class Lease(Message):
     """See Desk.lease; tokens: of the match. Answered by Leased."""
 
     KIND = 11
-    MOST = LARGE
+    MOST = _PROMPT
     desk: Number
     prompt: Prompt
     tokens: Number
@@ -170,7 +178,7 @@ class Fetch(Message):
     """See Desk.fetch; tokens, known, unknown: of the match. Answered by Leased when it is there."""
 
     KIND = 12
-    MOST = LARGE
+    MOST = _PROMPT
     desk: Number
     prompt: Prompt
     tokens: Number
@@ -186,7 +194,7 @@ class Prefetch(Message):
     """See Desk.prefetch. Answered by Count, of tokens."""
 
     KIND = 13
-    MOST = LARGE
+    MOST = _PROMPT
     desk: Number
     prompt: Prompt
     tokens: Number
@@ -226,12 +234,12 @@ class Reserve(Message):
     """
 
     KIND = 17
-    MOST = LARGE
+    MOST = _SAVE
     desk: Number
     prompt: Prompt
     first: Chunks
-    places: list[list[Annotated[int, msgspec.Meta(ge=0, le=0xFFFFFF)]]] | None
-    kept: list[tuple[Annotated[int, msgspec.Meta(ge=-100, le=100)], float]]
+    places: Annotated[list[_Places], msgspec.Meta(max_length=MOST_CHUNKS)] | None
+    kept: Annotated[list[tuple[_Priority, float]], msgspec.Meta(max_length=MOST_CHUNKS)]
 
 
 class Settle(Message):
@@ -259,10 +267,10 @@ class Loaded(Message):
     """See Desk.loaded. No answer."""
 
     KIND = 20
-    MOST = LARGE
+    MOST = _PROMPT
     desk: Number
     prompt: Prompt
-    tiers: dict[Short, Number]
+    tiers: Annotated[dict[Short, Number], msgspec.Meta(max_length=_MOST_TIERS)]
     first: Chunks
 
 
@@ -273,7 +281,7 @@ class Invalidate(Message):
     """See Desk.invalidate. Answered by Removed."""
 
     KIND = 30
-    MOST = LARGE
+    MOST = _PROMPT
     desk: Number
     prompt: Prompt
     first: Chunks
@@ -310,7 +318,7 @@ class Explain(Message):
     """See Desk.explain. Answered by Explained."""
 
     KIND = 34
-    MOST = LARGE
+    MOST = _PROMPT
     desk: Number
     prompt: Prompt
 
