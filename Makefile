@@ -6,7 +6,7 @@ SHELL := bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench sim campaign clean
+.PHONY: help setup demo test check bench sim campaign fuzz clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -61,9 +61,12 @@ sim: setup  ## 10,000 simulated schedules, and each named guard taken away once,
 campaign: setup  ## 100,000, and every guard in the catalog's source taken away (hours)
 	@$(BIN)/kvtier sim --schedules 100000 --sweep 1000 --mutate all --json campaign.json
 
+fuzz: setup  ## 1,000,000 hostile inputs to what reads a daemon's sockets, into fuzz.json
+	@$(BIN)/python -m kvtier.testing.fuzz --inputs 1000000 --json fuzz.json
+
 clean:  ## remove what was built and cached, but not .venv
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f demo.json bench-*.json sim.json campaign.json
+	rm -f demo.json bench-*.json sim.json campaign.json fuzz.json
 	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 $(VENV)/.setup-done: pyproject.toml constraints.txt
