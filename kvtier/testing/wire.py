@@ -51,6 +51,7 @@ SAMPLES: Final[tuple[Message, ...]] = (
     messages.Join("model", _GEOMETRY, "main", b"\x01\x02", "fp8", "none", "draft", "tenant", 2, 3),
     messages.Leave(7),
     messages.Bye(),
+    messages.Resume(bytes(range(32))),
     messages.Match(7, PROMPT),
     messages.Lease(7, PROMPT, 512, 1, 2.5),
     messages.Fetch(7, PROMPT, 512, 2, unknown=True, first=1, within=0.5, hold=2.0, pin=False),
