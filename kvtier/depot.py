@@ -14,10 +14,11 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.flow import Moves
 from kvtier.identity.namespace import Namespace
+from kvtier.identity.record import Part
 from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Arena, slot_bytes_for
 from kvtier.metrics import Metrics
-from kvtier.opening import index_tiers, open_tiers
+from kvtier.opening import check_room, index_tiers, open_tiers
 from kvtier.policies.lru import Lru
 from kvtier.seams import CancelledError, Flow
 from kvtier.units import format_bytes, format_least
@@ -28,13 +29,20 @@ _CLOSE_SECONDS: Final = 30.0
 
 
 class Depot:
-    """Opened for one namespace; others may join. It closes when the last cache leaves it.
+    """Opened for one namespace, or for none yet; others may join. The last that leaves closes it.
 
-    Raises ConfigError with cause and remedy. Opening and closing block.
+    arena: memory that is there already, in place of what `config` would have taken. The Depot
+    closes it. Raises ConfigError with cause and remedy. Opening and closing block.
     """
 
     def __init__(
-        self, config: Config, namespace: Namespace, shape: Shape, clock: Clock, flow: Flow
+        self,
+        config: Config,
+        namespace: Namespace | None,
+        shape: Shape | None,
+        clock: Clock,
+        flow: Flow,
+        arena: Arena | None = None,
     ) -> None:
         self.metrics = Metrics()
         self.flow = flow
@@ -44,18 +52,24 @@ class Depot:
         self.bypassed: dict[bytes, None] = {}  # digests of namespaces
         self._lock = threading.Lock()
         self._caches = 1
-        self.arena = Arena(config.dram, shape.nbytes)
+        part_bytes = shape.nbytes if shape else ()
+        self.arena = arena or Arena(config.dram, part_bytes)
         self.arena_id = os.fstat(self.arena.fd).st_ino
         with contextlib.ExitStack() as undo:
             undo.callback(self.arena.close)
             undo.callback(flow.close)
-            self.tiers = open_tiers(config, flow, self.metrics, clock, shape.nbytes)
+            self.tiers = open_tiers(config, flow, self.metrics, clock, part_bytes)
             for tier in self.tiers.values():
                 undo.callback(tier.close)
             self._start(config, namespace, shape)
             undo.pop_all()
 
-    def _start(self, config: Config, namespace: Namespace, shape: Shape) -> None:
+    @classmethod
+    def open(cls, config: Config, clock: Clock, flow: Flow, arena: Arena | None = None) -> Depot:
+        """Open one that no namespace uses yet. Whoever opens it leaves it, too. Blocks."""
+        return cls(config, None, None, clock, flow, arena)
+
+    def _start(self, config: Config, namespace: Namespace | None, shape: Shape | None) -> None:
         """Index what the tiers have, and start what runs in the background. Blocks."""
         shelves = [Shelf("dram", Lru.together(), self.arena.nbytes)] + [
             Shelf(tier.name, Lru.together(), setting.capacity, tier.store.capabilities.shared)
@@ -63,18 +77,18 @@ class Depot:
         ]
         self._shelves = shelves
         self._quotas = config.quotas
-        self._check_ceiling(namespace.tenant, shape)
         self.numbers = {shelf.name: number for number, shelf in enumerate(shelves)}
         self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics, config.quotas)
         self.catalog.silent = self._silent
+        sizes: dict[tuple[bytes, Part], int] = {}
+        if namespace and shape:
+            self._check_ceiling(namespace.tenant, shape)
+            self.catalog.owner(namespace.digest, namespace.tenant)
+            for name, size in zip(shape.names, shape.nbytes, strict=True):
+                sizes[namespace.digest, name] = size
         self.moves = Moves(
             self.catalog, self.arena, self.tiers, self.flow, self.clock, self.metrics
         )
-        self.catalog.owner(namespace.digest, namespace.tenant)
-        sizes = {
-            (namespace.digest, name): size
-            for name, size in zip(shape.names, shape.nbytes, strict=True)
-        }
         index_tiers(self.catalog, self.tiers, sizes)
         self._reaper = self.flow.spawn(self.moves.reap())
 
@@ -85,15 +99,15 @@ class Depot:
     def join(self, namespace: Namespace, shape: Shape) -> int:
         """Let one more cache use it; return the number of its namespace.
 
-        Raises ConfigError when its parts are larger than the arena was cut for, or one chunk
-        than its tenant may have, and MisuseError once the last cache has left.
+        What the tiers have of it was indexed by the sizes that records give themselves. Reading
+        them up, and saving them anew, takes those of the shape.
+        Raises ConfigError when its parts are larger than those for which the arena in use was
+        cut, or one chunk than a tier, or than its tenant may have, and MisuseError once the last
+        cache has left.
         """
-        largest = max(shape.nbytes)
-        if not self.arena.fits(largest):
-            raise ConfigError(
-                f"parts of {format_bytes(largest)} do not fit this cache's memory, which was cut "
-                "for smaller ones; open the cache with the namespace that has the largest first"
-            )
+        self.catalog.cut_for(shape.nbytes)
+        for tier, shelf in zip(self.tiers.values(), self._shelves[1:], strict=True):
+            check_room(tier, shelf.capacity, shape.nbytes)
         self._check_ceiling(namespace.tenant, shape)
         with self._lock:
             if not self._caches:  # it is being closed, or has been
@@ -114,13 +128,17 @@ class Depot:
                     "there; raise its ceiling, or the tier's capacity"
                 )
 
-    def leave(self) -> None:
-        """Let one cache go. The last one writes down what waits, bounded, and ends all threads."""
+    def leave(self, *, flush: bool = True) -> None:
+        """Let one cache go. The last one ends all threads.
+
+        flush: write down what waits before that, bounded.
+        """
         with self._lock:
             self._caches -= 1
             last = not self._caches
         try:
-            self.flush(_CLOSE_SECONDS)
+            if flush:
+                self.flush(_CLOSE_SECONDS)
         finally:
             if last:
                 self._close()

@@ -21,7 +21,7 @@ from kvtier.units import format_bytes, format_least
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["index_tiers", "open_tiers"]
+__all__ = ["check_room", "index_tiers", "open_tiers"]
 
 
 def open_tiers(
@@ -29,7 +29,7 @@ def open_tiers(
 ) -> dict[int, Tier]:
     """Open the tiers below DRAM, numbered from 1. Blocks. On an error none stays open.
 
-    part_bytes: of each part of one chunk, for which every tier must have room.
+    part_bytes: of each part of one chunk, for which every tier must have room; or none yet.
     """
     types = store_types()
     tiers: dict[int, Tier] = {}
@@ -44,7 +44,7 @@ def open_tiers(
             writes = WriteBudget(_write_budget(setting, store.capabilities), clock)
             tier = Tier(name, store, flow, metrics, clock, admission=admission, writes=writes)
             tiers[number] = tier
-            _check_room(tier, setting.capacity, part_bytes)
+            check_room(tier, setting.capacity, part_bytes)
     except BaseException:
         for tier in tiers.values():
             tier.close()
@@ -77,7 +77,7 @@ def _write_budget(setting: TierConfig, capabilities: Capabilities) -> float:
     return math.inf if setting.capacity is None or not wears else setting.capacity
 
 
-def _check_room(tier: Tier, capacity: int | None, part_bytes: Sequence[int]) -> None:
+def check_room(tier: Tier, capacity: int | None, part_bytes: Sequence[int]) -> None:
     """Refuse a tier that would never hold one chunk, and so never anything."""
     chunk = sum(map(tier.footprint, part_bytes))
     need = tier.store.capabilities.overhead + chunk

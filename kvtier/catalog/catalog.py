@@ -317,6 +317,19 @@ class Catalog(Removal):
                     if row != NO_ROW and self._index.present[row] & 1 << tier:
                         shelf.order.expend(row)
 
+    # ---- the arena
+
+    def cut_for(self, part_bytes: Sequence[int]) -> None:
+        """See ``Arena.cut_for``."""
+        with self._lock:
+            self._room.arena.cut_for(part_bytes)
+
+    def give_back(self, slots: Iterable[Slot]) -> None:
+        """Free slots of no part: those that an earlier catalog of this arena handed out."""
+        with self._lock:
+            for slot in slots:
+                self._room.arena.free(slot)
+
     # ---- explain, figures
 
     def places(

@@ -6,6 +6,7 @@ arena opens, whole and exact, so that nothing can fail for want of it later.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import errno
@@ -24,7 +25,15 @@ from numpy.typing import NDArray
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.units import format_bytes, format_least
 
-__all__ = ["PAGE_BYTES", "Arena", "Memory", "Slot", "available_bytes", "slot_bytes_for"]
+__all__ = [
+    "PAGE_BYTES",
+    "Arena",
+    "Memory",
+    "Slot",
+    "available_bytes",
+    "sealed_memory",
+    "slot_bytes_for",
+]
 
 PAGE_BYTES: Final = 4096
 
@@ -55,9 +64,12 @@ def slot_bytes_for(part_bytes: int) -> int:
 
 
 class _Extent:
-    """A run of the arena, cut for one slot size while any of its slots is in use."""
+    """A run of the arena, cut for one slot size while any of its slots is in use.
 
-    __slots__ = ("first", "free", "nbytes", "serials", "slot_bytes", "used")
+    foreign: ranges inside it, from and to, that were handed out before this arena was opened.
+    """
+
+    __slots__ = ("first", "foreign", "free", "nbytes", "serials", "slot_bytes", "used")
 
     def __init__(self, first: int, nbytes: int) -> None:
         self.first = first
@@ -66,60 +78,123 @@ class _Extent:
         self.free = array("q")  # numbers of slots
         self.serials = array("q")  # of each slot, 0 for a free one
         self.used = 0
+        self.foreign: dict[int, int] = {}
 
     def cut(self, slot_bytes: int) -> None:
         """Cut the empty extent anew."""
         self.slot_bytes = slot_bytes
         count = self.nbytes // slot_bytes
-        self.free = array("q", reversed(range(count)))
+        self.free = array("q", filter(self.clear, reversed(range(count))))
         self.serials = array("q", bytes(8 * count))
+
+    def clear(self, at: int) -> bool:
+        """Say whether a slot lies outside of all foreign ranges."""
+        start = self.first + at * self.slot_bytes
+        stop = start + self.slot_bytes
+        return not any(low < stop and start < high for low, high in self.foreign.items())
+
+    def covered(self, slot_bytes: int) -> bool:
+        """Say whether it is cut for this size, and foreign ranges leave no slot of it."""
+        return bool(self.foreign and self.serials) and (
+            self.slot_bytes == slot_bytes and not self.free
+        )
+
+    def regain(self, start: int) -> bool:
+        """End a foreign range; say whether it gave slots back."""
+        stop = self.foreign.pop(start)
+        first = max(start - self.first, 0) // self.slot_bytes
+        last = min(-(-(stop - self.first) // self.slot_bytes), len(self.serials))
+        gained = [at for at in range(first, last) if self.clear(at)]
+        self.free.extend(gained)
+        return bool(gained)
 
 
 class Arena:
     """Host memory for slots. Not thread-safe: the Catalog calls it under its lock.
 
-    capacity: bytes, cut down to whole pages and never exceeded. part_bytes: of each part of one
-    chunk; extents are cut so that the largest wastes least, and so many that sizes can mix.
+    capacity: bytes, cut down to whole pages and never exceeded. part_bytes: see ``cut_for``;
+    with none, no slot can be had before that is called.
+    fd: of memory that ``sealed_memory`` took, which others may have open; its size is what counts
+    then. The Arena closes it.
     """
 
-    def __init__(self, capacity: int, part_bytes: Sequence[int]) -> None:
-        self.nbytes = capacity // PAGE_BYTES * PAGE_BYTES
-        sizes = [slot_bytes_for(size) for size in part_bytes]
-        if self.nbytes < sum(sizes):
-            raise ConfigError(
-                f"dram capacity {format_bytes(capacity)} is below one chunk of "
-                f"{format_least(sum(sizes))}; give it at least that, better a hundred times as much"
-            )
-        available = available_bytes()
-        if self.nbytes > available:
-            raise ConfigError(
-                f"dram capacity {format_bytes(capacity)} is more than the "
-                f"{format_bytes(available)} of memory available here; ask for less"
-            )
-        self.fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.ftruncate(self.fd, self.nbytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._map = mmap.mmap(self.fd, self.nbytes)
-            self._map.madvise(mmap.MADV_DONTFORK)
-            self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-            self.pinned = self._take()
-        except OSError as error:
-            os.close(self.fd)
-            raise ConfigError(
-                f"cannot take {format_bytes(self.nbytes)} of memory for dram "
-                f"({error.strerror}; {format_bytes(available)} available); ask for less"
-            ) from error
+    def __init__(
+        self, capacity: int, part_bytes: Sequence[int] = (), fd: int | None = None
+    ) -> None:
+        if fd is None:
+            _check_chunk(capacity, part_bytes)
+            fd = sealed_memory(capacity)
+        self.fd = fd
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
+            self.nbytes = _sealed_size(fd)
+            try:
+                self._map = mmap.mmap(fd, self.nbytes)
+                self._map.madvise(mmap.MADV_DONTFORK)
+                self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+                self.pinned = self._take()
+            except OSError as error:
+                raise _no_memory(capacity, error) from error
+            undo.pop_all()
         self._view = memoryview(self._map)
-        step = max(1, min(_EXTENT_BYTES, self.nbytes // _EXTENTS) // max(sizes)) * max(sizes)
+        self._extents: list[_Extent] = []
+        self._step = self.nbytes
+        self._empty: dict[int, None] = {}  # extents with no slot in use
+        self._open: dict[int, dict[int, None]] = {}  # by slot size, extents with a free slot
+        self._adopted: dict[int, Slot] = {}  # by offset
+        self._taken: list[tuple[int, int]] = []  # where they lie, sorted, until extents are cut
+        self._serial = 0
+        self.used_bytes = 0
+        self.cut_for(part_bytes)
+
+    def cut_for(self, part_bytes: Sequence[int]) -> None:
+        """Cut extents for the parts of one chunk, unless it is so cut that they fit.
+
+        part_bytes: of each part. The largest wastes least, and extents are so many that sizes can
+        mix. Raises ConfigError where the memory is below one chunk, and where slots are in use
+        and the largest part does not fit.
+        """
+        if not part_bytes or self.fits(max(part_bytes)):
+            return
+        _check_chunk(self.nbytes, part_bytes)
+        if any(extent.used for extent in self._extents):
+            raise ConfigError(
+                f"parts of {format_bytes(max(part_bytes))} do not fit this cache's memory, which "
+                "was cut for smaller ones; open the cache with the namespace that has the largest "
+                "first, or clear dram"
+            )
+        largest = slot_bytes_for(max(part_bytes))
+        step = max(1, min(_EXTENT_BYTES, self.nbytes // _EXTENTS) // largest) * largest
+        self._step = step
         self._extents = [
             _Extent(first, min(step, self.nbytes - first)) for first in range(0, self.nbytes, step)
         ]
-        self._step = step
-        self._empty = dict.fromkeys(range(len(self._extents)))  # extents with no slot in use
-        self._open: dict[int, dict[int, None]] = {}  # by slot size, extents with a free slot
-        self._serial = 0
-        self.used_bytes = 0
+        self._empty = dict.fromkeys(range(len(self._extents)))
+        self._open = {}
+        for slot in self._adopted.values():
+            for number in self._across(slot):
+                self._extents[number].foreign[slot.offset] = slot.offset + slot.nbytes
+
+    def adopt(self, slot: Slot) -> None:
+        """Take it that a slot was handed out by an earlier Arena of this memory: it is in use.
+
+        Raises MisuseError for what lies outside, or across another such slot, and once extents
+        are cut.
+        """
+        start, stop = slot.offset, slot.offset + slot.nbytes
+        inside = 0 <= start < stop <= self.nbytes and slot.serial > 0
+        if not inside or start % PAGE_BYTES or slot.nbytes % PAGE_BYTES:
+            raise MisuseError(f"{slot} is no slot of this memory")
+        if self._extents:
+            raise MisuseError("extents are cut already; adopt slots before that")
+        at = bisect.bisect(self._taken, (start, stop))
+        around = self._taken[max(at - 1, 0) : at + 1]
+        if any(low < stop and start < high for low, high in around):
+            raise MisuseError(f"{slot} lies across another that is in use")
+        self._taken.insert(at, (start, stop))
+        self._adopted[start] = slot
+        self._serial = max(self._serial, slot.serial)
+        self.used_bytes += slot.nbytes
 
     def allocate(self, nbytes: int) -> Slot | None:
         """Return a slot for a part of `nbytes`, or None when no place is free.
@@ -146,6 +221,9 @@ class Arena:
         """Take a slot back. Raises MisuseError for one that is not in use."""
         if not self.holds(slot):
             raise MisuseError(f"{slot} is not in use")
+        if slot.offset in self._adopted:
+            self._give_back(slot)
+            return
         number = slot.offset // self._step
         extent = self._extents[number]
         at = (slot.offset - extent.first) // slot.nbytes
@@ -159,11 +237,13 @@ class Arena:
 
     def fits(self, nbytes: int) -> bool:
         """Say whether a part of `nbytes` could have a slot, were the arena empty."""
-        return slot_bytes_for(nbytes) <= self._extents[0].nbytes
+        return bool(self._extents) and slot_bytes_for(nbytes) <= self._extents[0].nbytes
 
     def holds(self, slot: Slot) -> bool:
         """Say whether this very hand-out of the slot is still in use."""
-        if not 0 <= slot.offset < self.nbytes:
+        if slot.offset in self._adopted:
+            return self._adopted[slot.offset] == slot
+        if not 0 <= slot.offset < self.nbytes or not self._extents:
             return False
         extent = self._extents[slot.offset // self._step]
         at, odd = divmod(slot.offset - extent.first, extent.slot_bytes)
@@ -178,7 +258,7 @@ class Arena:
     @property
     def slots_in_use(self) -> int:
         """Slots handed out and not taken back."""
-        return sum(extent.used for extent in self._extents)
+        return sum(extent.used for extent in self._extents) + len(self._adopted)
 
     def close(self) -> None:
         """Give the memory back once the last view of it is gone. Idempotent."""
@@ -194,15 +274,31 @@ class Arena:
 
     def _cut_empty(self, slot_bytes: int) -> bool:
         """Cut an extent with no slot in use for this size; False when there is none."""
-        fits = (number for number in self._empty if self._extents[number].nbytes >= slot_bytes)
-        number = next(fits, None)  # only the last extent may be too short
-        if number is None:
-            return False
-        extent = self._extents[number]
-        self._open.get(extent.slot_bytes, {}).pop(number, None)
-        extent.cut(slot_bytes)
-        self._open[slot_bytes][number] = None
-        return True
+        for number in self._empty:
+            extent = self._extents[number]
+            if extent.nbytes < slot_bytes or extent.covered(slot_bytes):
+                continue  # only the last may be too short
+            self._open.get(extent.slot_bytes, {}).pop(number, None)
+            extent.cut(slot_bytes)
+            if extent.free:
+                self._open[slot_bytes][number] = None
+                return True
+        return False
+
+    def _across(self, slot: Slot) -> range:
+        """Return the numbers of the extents in which an adopted slot lies."""
+        if not self._extents:
+            return range(0)
+        return range(slot.offset // self._step, (slot.offset + slot.nbytes - 1) // self._step + 1)
+
+    def _give_back(self, slot: Slot) -> None:
+        """End the use of an adopted slot; what it kept of extents is free."""
+        del self._adopted[slot.offset]
+        self.used_bytes -= slot.nbytes
+        for number in self._across(slot):
+            extent = self._extents[number]
+            if extent.regain(slot.offset):
+                self._open.setdefault(extent.slot_bytes, {})[number] = None
 
     def _take(self) -> bool:
         """Fault all pages in, locked where the limit allows it. Raises OSError."""
@@ -223,6 +319,51 @@ class Arena:
                 raise
             self.memory[::PAGE_BYTES] = 0  # Linux before 5.14
         return False
+
+
+def sealed_memory(capacity: int) -> int:
+    """Return the descriptor of a memfd of `capacity` bytes, in whole pages, whose size is sealed.
+
+    Its pages are not taken yet: an Arena does that. Raises ConfigError where there is no room.
+    """
+    available = available_bytes()
+    if capacity > available:
+        raise ConfigError(
+            f"dram capacity {format_bytes(capacity)} is more than the "
+            f"{format_bytes(available)} of memory available here; ask for less"
+        )
+    fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, capacity // PAGE_BYTES * PAGE_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(fd)
+        raise _no_memory(capacity, error) from error
+    return fd
+
+
+def _sealed_size(fd: int) -> int:
+    """Return the size of an arena's memory. Raises ConfigError for what others may truncate."""
+    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+        raise ConfigError("this memory is not sealed; it must come from kvtier's sealed_memory")
+    return os.fstat(fd).st_size
+
+
+def _no_memory(capacity: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot take {format_bytes(capacity)} of memory for dram "
+        f"({error.strerror}; {format_bytes(available_bytes())} available); ask for less"
+    )
+
+
+def _check_chunk(capacity: int, part_bytes: Sequence[int]) -> None:
+    """Refuse memory that would never hold one chunk."""
+    need = max(sum(map(slot_bytes_for, part_bytes)), PAGE_BYTES)
+    if capacity // PAGE_BYTES * PAGE_BYTES < need:
+        raise ConfigError(
+            f"dram capacity {format_bytes(capacity)} is below one chunk of {format_least(need)}; "
+            "give it at least that, better a hundred times as much"
+        )
 
 
 def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
