@@ -253,7 +253,8 @@ class Catalog(Removal):
             kept = room.hold_names(needed)
             victims = Victims(room, lacking[0][0].owner)
             taken: list[tuple[Part, Slot]] = []
-            count, ends = 0, lacking[0]
+            count = 0
+            ends: Sequence[Part] = ()
             for chunk in lacking:
                 parts = [part for part in chunk if lacks(part)]
                 slots = self._reserve(parts, kept, victims)
@@ -261,11 +262,10 @@ class Catalog(Removal):
                     break
                 taken += zip(parts, slots, strict=True)
                 count, ends = count + 1, chunk
-            if taken:  # or what a long answer adds would be as old as its beginning
-                room.touch([row for end in ends for row in self._index.line(find(end.name))])
+            # Or what a long answer adds would be as old as its beginning.
+            room.touch([row for end in ends for row in self._index.line(find(end.name))])
             for part in itertools.chain.from_iterable(lacking[count:]):
-                if lacks(part):
-                    room.gone.note(part.name, "busy")
+                room.gone.note(part.name, "busy")  # of one that is there, nobody asks
             room.unhold(kept)
             return taken, len(lacking) - count
 

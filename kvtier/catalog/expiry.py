@@ -39,8 +39,8 @@ class Expiry:
     def extend(self, name: RecordId, until: float) -> None:
         """Let a part that is there be due no sooner than that; without an end it stays so."""
         before = self._until.get(name)
-        if before is not None and until > before:
-            self._until[name] = until
+        if before is not None:
+            self._until[name] = max(before, until)
 
     def due(self, now: float, most: int) -> list[RecordId]:
         """Take out names that are due, soonest first, looking at `most` at a time."""

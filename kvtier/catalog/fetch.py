@@ -156,10 +156,10 @@ class Fetcher:
             for row, one, outcome in zip(here, wanted, outcomes, strict=True):
                 if outcome.status is Status.OK:
                     self._end(row, number, outcome.raw_sum)
-                elif not asked and outcome.status is Status.FAILED:
-                    continue
                 # It must not fail twice, nor count as stored when it is computed anew.
-                elif self._catalog.lost(row, number, _WHY.get(outcome.status, "lost")):
+                elif (asked or outcome.status is not Status.FAILED) and self._catalog.lost(
+                    row, number, _WHY.get(outcome.status, "lost")
+                ):
                     self._strays[number].note(one.id, tier.footprint(one.raw_bytes))
 
     def _end(self, row: int, tier: int, raw_sum: bytes | None) -> None:

@@ -155,10 +155,7 @@ class Index:
         self.held_rows += fresh
 
     def add(self, row: int, tier: int, charged: int = 0) -> None:
-        """Make the part present in a tier."""
-        bit = 1 << tier
-        if self.present[row] & bit:
-            return
+        """Make a part present in a tier that has it not."""
         above = self.parent[row]
         if above != NO_ROW:
             self.kids[tier][above] += 1
@@ -167,17 +164,14 @@ class Index:
                 self.orphans += not self.present[above]
         if not self.present[row]:
             self.orphans -= self.children[row]  # the parent is back
-        self.present[row] |= bit
+        self.present[row] |= 1 << tier
         self.charged[tier][row] = charged
         if self.parked[row]:
             self.freed(row)  # where it was the last copy, it is no longer
 
     def discard(self, row: int, tier: int) -> int:
-        """Make the part absent from a tier; return what it was charged there."""
-        bit = 1 << tier
-        if not self.present[row] & bit:
-            return 0
-        self.present[row] &= ~bit
+        """Make a part absent from a tier that has it; return what it was charged there."""
+        self.present[row] &= ~(1 << tier)
         charged = self.charged[tier][row]
         self.charged[tier][row] = 0
         above = self.parent[row]
@@ -227,10 +221,11 @@ class Index:
         return bool(above != NO_ROW and self.present[row] and not self.present[above])
 
     def prune(self, row: int) -> None:
-        """Forget the row, and rows above it, that nothing needs any more."""
-        while row != NO_ROW and not (
-            self.present[row] or self._child[row] >= 0 or self.holds[row] or self.serial[row]
-        ):
+        """Forget the row, and rows above it, that nothing needs any more.
+
+        A slot needs no asking: its row is in DRAM, or held.
+        """
+        while row != NO_ROW and not (self.present[row] or self._child[row] >= 0 or self.holds[row]):
             above = self.parent[row]
             if above != NO_ROW:
                 self._unlink(row, above)
@@ -281,5 +276,5 @@ class Index:
         return row
 
 
-def _nobody(row: int) -> None:
-    del row
+def _nobody(_row: int) -> None:
+    pass

@@ -20,7 +20,7 @@ NOBODY: Final = 0
 """The owner of parts of more namespaces than can be told apart; they are never served."""
 
 _MOST: Final = 1 << 16
-_ROUNDING: Final = 1e-9
+_DIGITS: Final = 9  # of sums of fractions
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ def check_floors(quotas: Mapping[str, Quota]) -> None:
         check_kind("a tenant's name", tenant, str, ConfigError)
         check_kind(f"the quota of tenant {tenant!r}", quota, Quota, ConfigError)
     floors = math.fsum(quota.floor for quota in quotas.values())
-    if floors > 1 + _ROUNDING:
+    if round(floors, _DIGITS) > 1:
         named = ", ".join(repr(tenant) for tenant, quota in quotas.items() if quota.floor)
         raise ConfigError(
             f"the floors of tenants {named} add up to {floors:.0%} of each tier; lower some, to "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvtier.catalog.index import NO_ROW, Index
+from kvtier.catalog.index import Index
 from kvtier.memory.arena import Arena, slot_bytes_for
 
 __all__ = ["Pins"]
@@ -29,11 +29,7 @@ class Pins:
 
     def fit(self, parts: Iterable[tuple[int, int]]) -> bool:
         """Say whether parts may be pinned, given as row, or NO_ROW, and bytes."""
-        more = sum(
-            slot_bytes_for(nbytes)
-            for row, nbytes in parts
-            if row == NO_ROW or row not in self._rows
-        )
+        more = sum(slot_bytes_for(nbytes) for row, nbytes in parts if row not in self._rows)
         return self.nbytes + more <= self._arena.nbytes // 2
 
     def add(self, rows: Iterable[int]) -> None:

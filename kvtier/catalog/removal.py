@@ -82,7 +82,7 @@ class Removal(Below):
             for tier, shelf in enumerate(self._shelves[1:], 1):
                 there = row != NO_ROW and index.present[row] & 1 << tier
                 if there or shelf.shared:  # a shared one may have what the index does not know
-                    charged = index.charged[tier][row] if there and not shelf.shared else 0
+                    charged = 0 if shelf.shared else index.charged[tier][row]
                     self._records[tier][name] = charged
                     records += 1
             for withdrawn in self._watching:

@@ -254,7 +254,7 @@ class Spiller:
             jobs = self._paid(self._fit(jobs))  # before room is made, which would cost others
             if not jobs:
                 break
-            await self._make_room(jobs, {} if extra else self._sizes(jobs), extra)
+            await self._make_room(jobs, extra)
             jobs = self._fitting(self._fit(jobs))
             full = self._settle(jobs, await self._send(jobs))
             if not full:
@@ -262,7 +262,7 @@ class Spiller:
             jobs, extra = full, max(len(full), self._lot(full[0]))
         else:
             self._count(len(jobs), "full")
-        if len(self._strays) and self._tier.available:  # or they are orphans after a restart
+        if self._tier.available:  # or they are orphans after a restart
             await self._strays.delete({})
 
     def _settle(self, jobs: Sequence[_Job], statuses: Sequence[Status]) -> list[_Job]:
@@ -366,13 +366,13 @@ class Spiller:
             sizes[owner] = sizes.get(owner, 0) + self._tier.footprint(job.part.nbytes)
         return sizes
 
-    async def _make_room(self, jobs: list[_Job], nbytes: dict[int, int], extra: int) -> None:
+    async def _make_room(self, jobs: list[_Job], extra: int) -> None:
         if len(self._strays):
             await self._strays.delete({})
             if not self._tier.available:
                 return  # it takes no write either, and what it has is not worth evicting
-        rows = [job.row for job in jobs]
-        needed = nbytes | {NOBODY: nbytes.get(NOBODY, 0) + self._strays.nbytes}
+        rows, needed = [job.row for job in jobs], self._sizes(jobs)
+        needed[NOBODY] = needed.get(NOBODY, 0) + self._strays.nbytes
         victims: dict[RecordId, int] = {}
         while lot := self._catalog.evict(
             self._number, needed, at_least=extra - len(victims), below=rows

@@ -21,8 +21,6 @@ def usable_tokens(
     size = shape.chunk_tokens
     whole = _whole(shape.always, chunks, has)
     most = min(whole * size, limit // shape.block_tokens * shape.block_tokens)
-    if shape.plain:
-        return most, whole
     covered = -(-most // size)
     runs = {at: _runs(has(c, at) for c in range(covered)) for at, _ in shape.windows}
     lengths = itertools.chain((most,), range((most - 1) // size * size, 0, -size))

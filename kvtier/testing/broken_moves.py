@@ -226,8 +226,8 @@ def count_a_failed_write_as_stored() -> list[Patch]:
 
 @_takes_away("room is made before a write", "over its budget|had .* bytes of")
 def write_over_the_budget() -> list[Patch]:
-    async def broken(self: Spiller, jobs: Any, nbytes: int, extra: int) -> None:
-        del self, jobs, nbytes, extra
+    async def broken(self: Spiller, jobs: Any, extra: int) -> None:
+        del self, jobs, extra
         await asyncio.sleep(0)
 
     return [

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from kvtier.catalog.catalog import Part
+from kvtier.catalog.owners import Quota
 from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
 from kvtier.identity.record import RecordId
@@ -75,8 +76,13 @@ class Disk:
 class SmallSpill:
     """A catalog with room for `slots` parts, and the queue of the tier below it."""
 
-    def __init__(self, slots: int = 16, capacity: int | None = None) -> None:
-        self.small = SmallCatalog(slots, capacity)
+    def __init__(
+        self,
+        slots: int = 16,
+        capacity: int | None = None,
+        quotas: Mapping[str, Quota] | None = None,
+    ) -> None:
+        self.small = SmallCatalog(slots, capacity, quotas)
         self.catalog = self.small.catalog
         self.disk = Disk(self.small.clock)
         tier: Any = self.disk

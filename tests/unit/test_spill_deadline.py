@@ -107,8 +107,8 @@ def test_a_batch_for_which_room_was_made_too_slowly_is_not_written(new_spill):
     bench = new_spill()
     parts = chain(2)
 
-    async def slow(jobs, room, extra):
-        del jobs, room, extra
+    async def slow(jobs, extra):
+        del jobs, extra
         bench.small.clock.now += LATE_SECONDS + 1
 
     bench.spiller._make_room = slow
