@@ -9,9 +9,19 @@ import pytest
 
 import kvtier
 from kvtier.catalog import gone as gone_module
-from kvtier.catalog.explain import REASONS, ChunkPlace, End, Explanation, PartPlace, ago
+from kvtier.catalog.explain import (
+    REASONS,
+    ChunkPlace,
+    End,
+    Explanation,
+    PartPlace,
+    ago,
+    find_end,
+)
 from kvtier.catalog.gone import Gone
 from kvtier.config import TierConfig
+from kvtier.identity.geometry import Component, Geometry, Needs
+from kvtier.identity.shape import chunk_shape
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.simhost import SharedMemory
 from kvtier.testing.small_catalog import LMDB, SHAPE, SmallCatalog, chain, names
@@ -272,6 +282,26 @@ def test_printed_it_is_a_table_in_which_neighbours_that_are_alike_share_a_line()
     ]
 
 
+def test_printed_a_single_chunk_has_a_single_number_and_no_chunk_ends_what_is_whole():
+    found = Explanation(17, 16, End(None, "No more."), places((PartPlace("a", ("dram",)),)))
+    assert str(found).splitlines() == [
+        "16 of 17 tokens are usable. No more.",
+        "chunk  tokens  where  why",
+        "0      0-16    dram",
+    ]
+
+
+def test_the_next_window_that_lacks_ends_a_match_not_the_last():
+    layers = (Component(1, 1, 256), Component(1, 1, 256, needs=Needs.TRAILING, window=16))
+    shape = chunk_shape(Geometry(layers, dtype="int8", block_tokens=(16,), chunk_tokens=16))
+    full, window = PartPlace("full", ("dram",)), PartPlace("window", ("dram",))
+    gone = PartPlace("window", (), reason="unknown")
+    chunks = places((full, window), (full, gone), (full, gone), (full, gone))
+    usable, ends = find_end(shape, chunks, 64)
+    assert usable == 16
+    assert ends == End(1, "window: never seen, or gone for long.")
+
+
 def test_as_plain_data_it_is_json(toy):
     toy.save("a", TOKENS)
     data = json.loads(json.dumps(toy.cache.explain(TOKENS).plain()))
@@ -329,3 +359,12 @@ def test_it_remembers_the_last_thousands_and_no_more(monkeypatch):
     assert known == list(range(96 - 4 * (len(known) > 4), 100))
     gone.note(b"99", "lost", "s3")
     assert gone.why(b"99") == ("lost", "s3", 1.0)
+
+
+def test_what_was_noted_is_known_for_as_many_notes_at_least(monkeypatch):
+    monkeypatch.setattr(gone_module, "_REMEMBERED", 4)
+    gone = Gone(lambda: 1.0)
+    for number in range(20):
+        gone.note(b"%d" % number, "evicted", "dram")
+        last = range(max(number - 3, 0), number + 1)
+        assert all(gone.why(b"%d" % one) is not None for one in last)

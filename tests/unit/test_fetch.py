@@ -226,3 +226,35 @@ def test_a_fetch_gives_up_in_time_and_what_it_read_is_there_for_the_next(bench):
         assert not bench.fetcher._tasks
 
     asyncio.run(scene())
+
+
+def test_what_pins_have_no_room_for_is_not_even_read(bench):
+    parts = chain(SLOTS // 2 + 1)
+    bench.keep(parts, FAST)
+
+    async def scene():
+        tokens = len(parts) * SHAPE.chunk_tokens
+        return await bench.fetcher.fetch(Prompt(parts), 0, tokens, within=1.0, hold=1.0, pin=1)
+
+    assert asyncio.run(scene()) is None
+    assert bench.tiers[FAST].calls == []
+
+
+def test_what_was_withdrawn_while_it_was_read_leaves_no_stray(bench):
+    """Who withdraws it sees to its record."""
+    parts = chain(1)
+    bench.keep(parts, FAST)
+    bench.tiers[FAST].fate = {}
+
+    async def scene():
+        bench.tiers[FAST].gate.clear()
+        fetching = asyncio.ensure_future(bench.fetch(parts))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert bench.tiers[FAST].calls == [[0]]
+        bench.catalog.withdraw([parts[0].name], "invalidated")
+        bench.tiers[FAST].gate.set()
+        assert await fetching is None
+
+    asyncio.run(scene())
+    assert len(bench.strays[FAST]) == 0

@@ -81,6 +81,71 @@ def test_releasing_twice_is_misuse_and_harms_nobody(small):
     assert small.catalog._index.held_rows == 0
 
 
+def test_a_lease_that_is_renewed_ends_later(small):
+    parts = chain(1)
+    small.save(parts)
+    lease = small.lease(parts, 2.0)
+    small.clock.now += 1.5
+    assert lease.renew(2.0)
+    small.clock.now += 1.5
+    small.catalog.expire()
+    assert lease.held
+    small.clock.now += 0.5
+    small.catalog.expire()  # a lease ends at its deadline, not after it
+    assert not lease.held
+
+
+@pytest.mark.parametrize("ended", ["released", "late"])
+def test_a_lease_that_has_ended_is_not_renewed(small, ended):
+    parts = chain(1)
+    small.save(parts)
+    lease = small.lease(parts, 2.0)
+    if ended == "released":
+        lease.release()
+    else:
+        small.clock.now += 3  # nobody has looked at the time since
+    deadline = lease.deadline
+    assert not lease.renew(9.0)
+    assert not lease.held
+    assert lease.deadline == deadline
+    assert small.catalog._index.held_rows == 0
+
+
+def test_a_lease_that_ran_out_counts_once_though_its_copy_runs_on(small):
+    parts = chain(1)
+    small.save(parts)
+    lease = small.lease(parts, 2.0)
+    small.catalog.issue(lease, 0)
+    small.clock.now += 3
+    for _ in range(2):
+        assert small.catalog.expire() == 1
+    assert small.metrics.get("expired_leases") == 1
+    small.catalog.settle(lease)
+
+
+def test_a_lease_that_was_released_inside_its_block_is_left_alone_at_its_end(small, monkeypatch):
+    """In a forked child too, where nothing else may be done with it."""
+    parts = chain(1)
+    small.save(parts)
+    with small.lease(parts, 2.0) as lease:
+        lease.release()
+        monkeypatch.setattr(small.catalog, "_pid", -1)
+
+
+def test_a_lease_is_its_processs(small, monkeypatch):
+    parts = chain(1)
+    small.save(parts)
+    lease = small.lease(parts, 2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(small.catalog, "_pid", -1)
+        with pytest.raises(MisuseError, match="fork"):
+            lease.renew(1.0)
+        with pytest.raises(MisuseError, match="fork"):
+            lease.release()
+    assert lease.held
+    lease.release()
+
+
 def test_settling_what_was_not_issued_is_misuse(small):
     parts = chain(1)
     small.save(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvtier.catalog import removal
 from kvtier.catalog.catalog import LOT
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.sweep import Removed
@@ -191,6 +192,32 @@ def test_what_a_shared_tier_was_asked_for_before_is_not_taken_in_after(small):
     assert list(seen) == [parts[1].name]
 
 
+def test_who_still_watches_is_told_after_another_has_ended(small):
+    parts = chain(2)
+    one, other = small.catalog.watch(), small.catalog.watch()
+    small.catalog.unwatch(one)
+    withdraw(small, parts[:1])
+    assert (list(one), list(other)) == ([], [parts[0].name])
+
+
+def test_stores_delete_children_before_their_parents(small):
+    """Whenever that ends early, what is left there has its head."""
+    parts = chain(3)
+    spilled(small, parts)
+    withdraw(small, parts)
+    taken = small.catalog.take_withdrawn(LMDB)
+    assert taken == dict.fromkeys(taken, PART_BYTES)
+    assert list(taken) == [part.name for part in reversed(parts)]
+
+
+def test_what_a_shared_tier_is_asked_to_delete_is_charged_to_nobody(small):
+    parts = chain(1)
+    small.catalog._shelves[LMDB].shared = True
+    spilled(small, parts)
+    withdraw(small, parts)
+    assert small.catalog.take_withdrawn(LMDB) == {parts[0].name: 0}
+
+
 # ------------------------------------------------------------------------------------ a namespace
 
 
@@ -229,6 +256,40 @@ def test_a_large_namespace_goes_in_lots(small):
     assert sizes == [LOT, LOT, 3]
     assert len(small.catalog._index) == 0
     assert len(small.catalog.take_withdrawn(LMDB)) == LOT * 2 + 3
+
+
+def test_a_lot_that_is_exactly_full_is_the_last(small):
+    owner = small.catalog.owner(b"\1" * 32)
+    for part in of(owner, chain(LOT)):
+        small.catalog.stored(part, LMDB, PART_BYTES)
+    names, row = small.catalog.withdraw_namespace(b"\1" * 32, 0)
+    assert (len(names), row) == (LOT, NO_ROW)
+
+
+def test_a_purge_looks_at_so_many_rows_of_others_and_no_more(small, monkeypatch):
+    monkeypatch.setattr(removal, "_LOOKED_AT", 2)
+    small.catalog.owner(b"\1" * 32)
+    for part in chain(5):
+        small.catalog.stored(part, LMDB, PART_BYTES)
+    steps, row = [], 0
+    while row != NO_ROW:
+        lot, row = small.catalog.withdraw_namespace(b"\1" * 32, row)
+        assert lot == []
+        steps.append(row)
+    assert steps == [2, 4, NO_ROW]
+    assert small.catalog.withdraw_namespace(b"nobody's", 0) == ([], NO_ROW)
+
+
+def test_a_part_whose_slot_is_held_still_is_purged_once(small):
+    owner = small.catalog.owner(b"\1" * 32)
+    parts = of(owner, chain(1))
+    small.save(parts)
+    lease = small.lease(parts, 60)
+    withdraw(small, parts)
+    small.save(parts)
+    assert purge(small, b"\1" * 32) == [parts[0].name]
+    assert small.metrics.get("withdrawn_parts", reason="purged") == 1
+    lease.release()
 
 
 def test_a_purge_takes_what_is_under_way_too(small):

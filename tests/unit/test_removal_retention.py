@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 
 import pytest
@@ -81,6 +82,7 @@ def test_a_later_end_holds_and_no_end_is_the_latest():
     for name in (b"a", b"b", b"c"):
         expiry.begin(name, 1.0)
     expiry.extend(b"a", 5.0)
+    expiry.extend(b"a", 2.0)
     expiry.extend(b"b", 0.5)
     expiry.extend(b"c", NEVER)
     expiry.extend(b"new", 2.0)  # it had no end, so it gets none
@@ -106,6 +108,32 @@ def test_extending_takes_no_memory():
     for turn in range(1000):
         expiry.extend(b"a", 2.0 + turn)
     assert len(expiry._heap) == 1
+
+
+def test_the_same_end_again_takes_no_memory():
+    expiry = Expiry()
+    for _ in range(3):
+        expiry.begin(b"a", 1.0)
+    assert len(expiry._heap) == 1
+
+
+def test_a_part_that_comes_anew_without_an_end_is_forgotten_at_its_old_turn():
+    expiry = Expiry()
+    expiry.begin(b"a", 1.0)
+    expiry.begin(b"a", NEVER)
+    assert expiry.due(2.0, LOT) == []
+    assert len(expiry) == len(expiry._heap) == 0
+
+
+def test_what_is_not_due_is_not_looked_at(monkeypatch):
+    looked = []
+    take = heapq.heappop
+    monkeypatch.setattr(heapq, "heappop", lambda heap: (looked.append(None), take(heap))[1])
+    expiry = Expiry()
+    for name, until in ((b"a", 1.0), (b"b", 5.0), (b"c", 6.0)):
+        expiry.begin(name, until)
+    assert expiry.due(2.0, LOT) == [b"a"]
+    assert len(looked) == 1
 
 
 def test_so_many_are_looked_at_and_no_more():
@@ -152,6 +180,18 @@ def test_a_second_save_makes_it_higher_never_lower(small):
     small.save(chain(3, seed=1))
     small.save(chain(1, seed=2))
     assert small.found(parts) == [DRAM]
+
+
+def test_the_same_priority_again_is_no_use_of_the_part(small):
+    one, other = chain(1), chain(1, seed=1)
+    small.save(one)
+    small.save(other)
+    for _ in range(2):
+        small.catalog.expire()  # marks what was put off, a prompt at a time
+    assert small.reserve(one) == []
+    assert small.save(chain(3, seed=2)) == 3
+    assert small.found(other) == [DRAM]
+    assert small.found(one) == []
 
 
 def test_an_orphan_that_gets_a_higher_priority_leaves_first_all_the_same(small):
@@ -219,6 +259,28 @@ def test_what_is_withdrawn_before_its_time_begins_anew(small):
     small.clock.now += 20
     small.catalog.withdraw_due()
     assert small.found(parts) == [DRAM]
+
+
+def test_what_is_withdrawn_before_its_time_is_not_due_then(small):
+    parts = chain(2)
+    small.save(kept(parts, seconds=10.0))
+    small.catalog.withdraw([part.name for part in parts], "invalidated")
+    small.clock.now += 11
+    assert small.catalog.withdraw_due() == (0, False)
+
+
+def test_what_a_silent_tier_has_keeps_its_priority_and_its_end_when_it_is_saved_anew(small):
+    parts = kept(chain(1), 7, 60.0)
+    small.save(parts)
+    small.catalog.stored(parts[0], LMDB, PART_BYTES)
+    small.catalog.lost(small.rows(parts)[0], DRAM)
+    small.catalog.silent = lambda: 1 << LMDB
+    assert small.save(kept(parts, -7, 10.0)) == 1
+    assert small.catalog._index.level[small.rows(parts)[0]] == 7
+    small.clock.now += 30
+    assert small.catalog.withdraw_due() == (0, False)
+    small.clock.now += 31
+    assert small.catalog.withdraw_due() == (1, False)
 
 
 def test_what_is_over_is_looked_at_in_lots(small):

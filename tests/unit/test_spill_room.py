@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from kvtier.catalog import spill
+from kvtier.catalog.owners import Quota
 from kvtier.testing.small_catalog import LMDB, chain
 from kvtier.testing.small_spill import FOOTPRINT
 from kvtier.tiers.store import Status
@@ -130,6 +131,17 @@ def test_for_a_tier_that_takes_no_delete_nothing_is_evicted(new_spill):
     bench.spill(chain(1, seed=1))
     assert len(bench.disk.kept) == 4
     assert bench.dropped("full") == 1
+    assert [bench.catalog.tiers_of(row) for row in bench.small.rows(old)] == [[LMDB]] * 4
+
+
+def test_for_a_tier_that_may_answer_again_room_is_made(new_spill):
+    """The write is how it is found to answer: nothing that failed there is in its way."""
+    bench = new_spill(16, 4 * FOOTPRINT)
+    bench.spill(chain(4))
+    bench.disk.available = False
+    young = chain(1, seed=1)
+    bench.spill(young)
+    assert young[0].name in bench.disk.kept
 
 
 def test_strays_are_deleted_before_room_is_made(new_spill):
@@ -138,6 +150,26 @@ def test_strays_are_deleted_before_room_is_made(new_spill):
     bench.spill(chain(1))
     assert bench.disk.deletes == [[b"x" * 40]]
     assert len(bench.disk.kept) == 1
+
+
+def test_room_is_made_for_strays_that_cannot_be_deleted_too(new_spill):
+    bench = new_spill(16, 4 * FOOTPRINT)
+    bench.spill(chain(4))
+    stray, delete = b"x" * 40, bench.disk.delete
+
+    async def failing(names):
+        ends = await delete(names)
+        return [
+            Status.FAILED if name == stray else end for name, end in zip(names, ends, strict=True)
+        ]
+
+    bench.disk.delete = failing
+    bench.strays.note(stray, FOOTPRINT)
+    young = chain(1, seed=1)
+    bench.spill(young)
+    assert young[0].name in bench.disk.kept
+    assert len(bench.disk.kept) == 3
+    assert bench.dropped("full") == 0
 
 
 def test_after_strays_room_is_made_as_ever(new_spill):
@@ -223,6 +255,71 @@ def test_as_many_leave_as_are_tried_again(new_spill):
     bench.disk.fate = {part.name: [Status.FULL] for part in young}
     bench.spill(young)
     assert [len(names) for names in bench.disk.deletes] == [3]
+
+
+def test_what_hangs_under_a_part_that_found_no_room_is_written_again_with_it(new_spill):
+    """In the meantime the tier has a tail without a head, which nobody may forget."""
+    bench = new_spill()
+    parts = chain(2)
+    bench.disk.fate = {parts[0].name: [Status.FULL]}
+    bench.spill(parts)
+    assert bench.numbers == [[0, 1], [0, 1]]
+    assert bench.disk.deletes == [[parts[1].name]]
+    assert [bench.catalog.tiers_of(row) for row in bench.small.rows(parts)] == [[LMDB]] * 2
+    assert len(bench.strays) == 0
+
+
+def test_for_a_batch_that_is_too_late_by_then_nothing_leaves(new_spill):
+    bench = new_spill(16, 32 * FOOTPRINT)
+    bench.spill(chain(8))
+    young, write = chain(1, seed=1), bench.disk.write
+    bench.disk.fate = {young[0].name: [Status.FULL]}
+
+    async def slow(writes):
+        bench.small.clock.now += spill.LATE_SECONDS + 1
+        return await write(writes)
+
+    bench.disk.write = slow
+    bench.spill(young)
+    assert bench.dropped("deadline") == 1
+    assert bench.disk.deletes == []
+    assert len(bench.disk.kept) == 8
+
+
+def test_nothing_is_counted_where_nothing_was_dropped(new_spill):
+    bench = new_spill()
+    bench.spill(chain(2))
+    assert not [name for name in bench.small.metrics.snapshot() if "dropped_spills" in name]
+
+
+# ---------------------------------------------------------------------------------------- quotas
+
+
+def test_what_no_room_can_be_made_for_within_a_ceiling_is_dropped_and_others_are_not(new_spill):
+    bench = new_spill(64, 32 * FOOTPRINT, {"one": Quota(ceiling=1 / 16)})
+    mine = bench.catalog.owner(b"one", "one")
+    parts = [part._replace(owner=mine) for part in chain(3)]
+    others = chain(2, seed=1)
+    bench.small.save(parts)
+    bench.spill([*parts, *others])
+    assert bench.dropped("quota") == 1
+    assert bench.numbers == [[0, 1, 0], [1]]
+    assert list(bench.disk.kept) == [part.name for part in (*parts[:2], *others)]
+
+
+def test_a_batch_within_its_ceilings_is_looked_at_before_room_is_made_and_after(
+    new_spill, monkeypatch
+):
+    bench = new_spill(16, 64 * FOOTPRINT)
+    looks, unfit = [], bench.catalog.unfit
+
+    def counted(rows, tier):
+        looks.append(len(rows))
+        return unfit(rows, tier)
+
+    monkeypatch.setattr(bench.catalog, "unfit", counted)
+    bench.spill(chain(3))
+    assert looks == [3, 3]
 
 
 # ----------------------------------------------------------------------------------------- clear

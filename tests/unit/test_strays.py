@@ -132,3 +132,29 @@ def test_many_are_deleted_in_batches_and_no_more_is_tried_after_one_that_failed(
     asyncio.run(strays.delete({}))
     assert tier.deleted == [[b"a", b"b"], [b"c", b"d"]]
     assert strays.nbytes == 3
+
+
+def test_a_stray_that_is_withdrawn_then_counts_once(tier):
+    waiting = [{}, {b"a": 20}]
+    strays = Strays(tier, lambda: waiting.pop(0) if waiting else {})
+    strays.note(b"a", 10)
+    assert strays.nbytes == 10
+    assert strays.nbytes == 20
+    asyncio.run(strays.delete({b"a": 20, b"b": 1}))
+    assert tier.deleted == [[b"a", b"b"]]
+    assert strays.nbytes == 0
+
+
+@pytest.mark.parametrize(("records", "turns"), [(3, 1), (7, 3)])
+def test_many_are_noted_in_slices_between_which_others_run(strays, monkeypatch, records, turns):
+    monkeypatch.setattr("kvtier.catalog.strays._SLICE", 2)
+
+    async def scene():
+        work = asyncio.ensure_future(strays.delete({bytes([n]): 1 for n in range(records)}))
+        turn = -1  # its first
+        while not work.done():
+            await asyncio.sleep(0)
+            turn += 1
+        return turn
+
+    assert asyncio.run(scene()) == turns
