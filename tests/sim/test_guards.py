@@ -93,14 +93,24 @@ def test_the_tests_that_are_named_fail_without_the_guard():
     assert failed == wanted
 
 
-def test_what_nobody_misses_is_a_failure(capsys, monkeypatch):
-    harmless.harmless.cache_clear()
+@pytest.fixture
+def no_tables(tmp_path, monkeypatch):
+    """Nobody knows why a guard is not missed; one name is out of date."""
+    monkeypatch.setattr(harmless, "FOUND_BY", tmp_path / "found_by.txt")
+    harmless.FOUND_BY.touch()
     monkeypatch.setattr(harmless, "HARMLESS", {"none": ("index.Index.prune:dropped-0000",)})
-    try:
-        command = ["sim", "--schedules", "1", "--mutate", "index.Index.prune:dropped-*"]
-        assert run([*command, "--jobs", "1"]) == 1
-    finally:
-        harmless.harmless.cache_clear()
+    tables = (harmless.found_by, harmless.harmless)
+    for table in tables:
+        table.cache_clear()
+    yield
+    for table in tables:
+        table.cache_clear()
+
+
+@pytest.mark.usefixtures("no_tables")
+def test_what_nobody_misses_is_a_failure(capsys):
+    command = ["sim", "--schedules", "1", "--mutate", "index.Index.prune:dropped-*"]
+    assert run([*command, "--jobs", "1"]) == 1
     said = capsys.readouterr().out
     assert "NEVER" in said
     assert "not in the source any more: index.Index.prune:dropped-0000" in said
