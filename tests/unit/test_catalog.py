@@ -360,3 +360,19 @@ def test_clearing_a_tier_takes_all_that_nobody_holds(small):
     assert len(small.catalog.clear(DRAM)) == 1
     assert small.catalog.clear(DRAM) == []
     assert len(small.catalog._index) == 0
+
+
+# ------------------------------------------------------------------------------------- the arena
+
+
+def test_slots_that_an_earlier_catalog_handed_out_are_given_back(small):
+    slots = [small.arena.allocate(PART_BYTES) for _ in range(4)]
+    assert small.save(chain(1)) == 0
+    small.catalog.give_back(slots)
+    assert small.save(chain(4)) == 4
+
+
+def test_an_arena_is_cut_for_larger_parts_while_nothing_is_in_it(small):
+    assert not small.arena.fits(4 * PART_BYTES)
+    small.catalog.cut_for([4 * PART_BYTES])
+    assert small.arena.fits(4 * PART_BYTES)
