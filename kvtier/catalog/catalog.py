@@ -251,7 +251,7 @@ class Catalog(Removal):
             onward = chunks[places[0] :]
             needed = (name for chunk in onward for part in chunk for name in part[:2] if name)
             kept = room.hold_names(needed)
-            victims = Victims(room, lacking[0][0].owner)
+            victims = Victims(room, lacking[0][0].owner, [])
             taken: list[tuple[Part, Slot]] = []
             count = 0
             ends: Sequence[Part] = ()

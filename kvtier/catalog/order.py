@@ -106,11 +106,10 @@ class Order:
             row = rows.pop()
             if _dropped(self._stack(row), row):
                 self._put(row)
-                below = self._index.children_of(row)
-                rows += [child for child in below if child in self._stack(child)]
+                rows += self._index.children_of(row)
 
     def wake(self, row: int) -> None:
-        """Look again at a parked part: what kept it may have ended."""
+        """Look again at a part that may be parked: what kept it may have ended."""
         if self._unpark(row):
             orphan = self._index.orphan(row)
             (self._stack(row) if orphan else self._queue(row).ready)[row] = None
@@ -127,17 +126,15 @@ class Order:
             for row in itertools.chain(self._expendable(share, by), self._by_level(share, by)):
                 going = True
                 yield row
-            # A parent of a lower priority may have become a leaf when its turn was over.
-            going = going and self._any_ready()
+            # Once more: a parent of a lower priority may have become a leaf after its turn.
 
     def last_copies(self, share: int | None = None, by: int = 0) -> Iterator[int]:
         """Yield rows that stay only because their children, in other tiers, need a parent.
 
         share, by: see ``victims``.
         """
-        for row in self._stuck:
-            leaf = not self._index.holds[row] and not self._index.kids[self._tier][row]
-            if leaf and self._may_take(row, share, by):
+        for row in self._stuck:  # a child that came into the tier has woken it
+            if not self._index.holds[row] and self._may_take(row, share, by):
                 yield row
 
     def _may_take(self, row: int, share: int | None, by: int) -> bool:
@@ -226,9 +223,6 @@ class Order:
                 for row in [row for row in rows if _dropped(queue.ready, row)]:
                     self._put(row)
 
-    def _any_ready(self) -> bool:
-        return any(queue.ready for queue in self._queues.values())
-
     def _put(self, row: int) -> None:
         index = self._index
         self._queue(row).policy.insert(row, index.names[row], index.parent[row])
@@ -275,12 +269,12 @@ class Order:
         return True
 
     def _take(self, row: int) -> None:
-        """Take a row out of wherever it is."""
-        if _dropped(self._stack(row), row) or self._unpark(row):
-            return
+        """Take a row out of wherever it is: it is in one place, and a stranger to the others."""
+        self._stack(row).pop(row, None)
+        self._unpark(row)
         queue = self._queue(row)
-        if not _dropped(queue.ready, row):
-            queue.policy.remove(row)
+        queue.ready.pop(row, None)
+        queue.policy.remove(row)
 
 
 def _dropped(rows: dict[int, None], row: int) -> bool:

@@ -205,17 +205,19 @@ class Room:
                 shelf.order.expend(row)
 
     def enter(self, row: int, tier: int, charged: int = 0) -> None:
-        """Make a part present in a tier's index. Its children are no orphans any more."""
+        """Make a part present in a tier's index. Its children are no orphans any more.
+
+        charged: bytes of its budget; in DRAM the slot has been counted.
+        """
         index, shelf = self.index, self.shelves[tier]
         new = not index.present[row]
         index.add(row, tier, charged)
         shelf.order.insert(row)
-        if tier != DRAM:
-            shelf.used += charged
-            shelf.used_by[self.share(row)] += charged
+        shelf.used += charged
+        shelf.used_by[self.share(row)] += charged
         if index.orphan(row) or any(other.order.expends(row) for other in self.shelves):
             shelf.order.expend(row)
-        elif new and index.children[row]:
+        elif new:
             for child in index.children_of(row):
                 for other in self.shelves:
                     other.order.revive(child)
@@ -234,12 +236,10 @@ class Room:
             return False
         shelf.order.remove(row)
         charged = index.discard(row, tier)
-        if tier != DRAM:
-            shelf.used -= charged
-            shelf.used_by[self.share(row)] -= charged
+        shelf.used -= charged
+        shelf.used_by[self.share(row)] -= charged
         if not index.present[row]:
             self.gone.note(index.names[row], why, shelf.name)
-        if not index.present[row] and index.children[row]:
             for child in index.children_of(row):
                 for number, other in enumerate(self.shelves):
                     if self._in(child, number):
@@ -285,8 +285,7 @@ class Room:
             self._depart(row, tier, why)
         if index.serial[row]:
             self.withdrawn[index.serial[row]] = row
-            if index.holds[row] > 1:
-                self._detach(row)
+            self._detach(row)
         self.unhold((row,))
 
     def _detach(self, row: int) -> None:
@@ -305,9 +304,8 @@ class Room:
 
     def _freed(self, row: int) -> None:
         """Look again at a row that had to stay in some tiers."""
-        for tier, shelf in enumerate(self.shelves):
-            if self.index.parked[row] & 1 << tier:
-                shelf.order.wake(row)
+        for shelf in self.shelves:
+            shelf.order.wake(row)
 
     # ---- holds
 
@@ -345,7 +343,7 @@ class Room:
         index, withdrawn = self.index, self.withdrawn
         for row in rows:
             index.hold(row, -1)
-            if withdrawn and index.serial[row] in withdrawn and not index.holds[row]:
+            if index.serial[row] in withdrawn and not index.holds[row]:
                 del withdrawn[index.serial[row]]
                 self._free(row)
             index.prune(row)
@@ -357,9 +355,9 @@ class Victims:
     kept: held rows that give way, the last of them first, once nothing else can.
     """
 
-    def __init__(self, room: Room, owner: int, kept: list[int] | None = None) -> None:
+    def __init__(self, room: Room, owner: int, kept: list[int]) -> None:
         self._room = room
-        self._kept = kept or []
+        self._kept = kept
         self._share = room.owners.shares[owner]
         self._only: int | None = None
         self._turns: Iterator[int] | None = None

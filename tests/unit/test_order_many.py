@@ -142,3 +142,72 @@ def test_a_record_that_names_a_strangers_part_as_its_parent_keeps_it_and_no_more
     assert leaving(small, mine) == []
     assert leaving(small) == [tail_row, head_row]
     small.close()
+
+
+# ---- a chain that is used
+
+
+class Passes(list):
+    """A list that counts how often it is gone through."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return super().__iter__()
+
+
+def passes(*, parked: bool = False, ready: bool = False) -> int:
+    """Return how often a chain is gone through that is used, while another had to stay."""
+    small = SmallCatalog(4)
+    other, parts = chain(1, 1), chain(2)
+    small.save(other)
+    small.save(parts)
+    small.catalog._room.settle_touches()
+    if parked or ready:
+        lease = small.lease(other, 9.0)
+        assert next(small.catalog._room.victims(DRAM)) == small.rows(parts)[1]
+        if ready:
+            lease.release()
+    rows = Passes(small.rows(parts))
+    small.catalog._shelves[DRAM].order.touch(rows)
+    if parked:
+        lease.release()
+    small.close()
+    return rows.times
+
+
+def test_a_chain_is_gone_through_once_more_only_where_some_had_to_stay():
+    least = passes()
+    assert passes(parked=True) == least + 1
+    assert passes(ready=True) == least + 1
+
+
+@pytest.mark.parametrize("why", ["held", "a last copy", "of no use"])
+def test_only_what_had_to_stay_or_is_of_no_use_is_moved_back_when_a_chain_is_used(monkeypatch, why):
+    small = SmallCatalog(8)
+    parts = chain(4)
+    small.save(parts)
+    small.catalog._room.settle_touches()
+    lease = small.lease(parts[3:], 9.0) if why == "held" else None
+    if why == "a last copy":
+        small.catalog.stored(chain(5)[4], LMDB, PART_BYTES)
+    if why == "of no use":
+        small.catalog.outgrown([parts[3].name])
+    else:
+        assert next(small.catalog._room.victims(DRAM), None) is None
+        for row in small.rows(parts[:3]):
+            small.catalog._shelves[DRAM].order.wake(row)
+    asked = []
+    for name in ("revive", "_unpark"):
+        method = getattr(Order, name)
+        monkeypatch.setattr(
+            Order,
+            name,
+            lambda self, row, method=method: asked.append(row) or method(self, row),
+        )
+    small.catalog._shelves[DRAM].order.touch(small.rows(parts))
+    assert asked == small.rows(parts[3:])
+    if lease:
+        lease.release()
+    small.close()
