@@ -40,7 +40,7 @@ class LocalDesk:
         self.number = next(depot.cache_numbers)
         self.leaving = False
         self._digest = namespace.digest
-        self._shape = shape
+        self.shape = shape
         self._labels = [_label(namespace.geometry, part) for part in shape.names]
 
     @property
@@ -65,12 +65,12 @@ class LocalDesk:
             self.metrics.add("bypassed_matches")
             return Match(prefix, 0, ())
         limit = prefix.limit
-        found = self.catalog.match(prefix.names, self._shape, limit)
+        found = self.catalog.match(prefix.names, self.shape, limit)
         self.metrics.add("match_tokens", len(prefix.tokens))
         names = self.tiers
         unknown = (
             found.chunks < len(prefix.names)
-            and found.chunks * self._shape.chunk_tokens < limit
+            and found.chunks * self.shape.chunk_tokens < limit
             and self.moves.worth_asking(prefix.names[found.chunks][0])
         )
         tiers = tuple(names[tier] for tier in found.tiers)
@@ -81,7 +81,7 @@ class LocalDesk:
         if self.bypass:
             return None
         names = match.prefix.names
-        return self.catalog.lease(names, self._shape, first, match.tokens, seconds, whole=True)
+        return self.catalog.lease(names, self.shape, first, match.tokens, seconds, whole=True)
 
     def fetch(
         self, match: Match, first: int, *, within: float, hold: float, pin: bool
@@ -189,7 +189,7 @@ class LocalDesk:
 
     def explain(self, prefix: Prefix) -> Explanation:
         """See Desk."""
-        shape, names = self._shape, prefix.names
+        shape, names = self.shape, prefix.names
         chunks: list[ChunkPlace] = []
         for start in range(0, len(names), _LOOKED_AT):  # engine threads want the Catalog's lock
             some = names[start : start + _LOOKED_AT]

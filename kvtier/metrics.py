@@ -41,6 +41,7 @@ _ROWS: Final = (
     _counter("refused_fetches", "fetches", "Fetches refused since too much was being read"),
     _counter("refused_pins", "pins", "Pins refused since pins would hold half of DRAM"),
     _counter("refused_prefetches", "prefetches", "Times that a prefetch found too much being read"),
+    _counter("refused_holds", "holds", "Leases and plans refused since a client held too much"),
     _counter("saved_chunks", "chunks", "Chunks that were committed to DRAM"),
     _counter("dropped_saves", "chunks", "Chunks that were not saved, and why", "reason"),
     _counter("evicted_parts", "parts", "Parts that left a tier to make room", "tier"),
@@ -73,6 +74,9 @@ _ROWS: Final = (
     _gauge("leased_parts", "parts", "Parts under a lease, a spill or a copy"),
     _gauge("pinned_parts", "parts", "Parts that pins keep in DRAM"),
     _gauge("quarantined_slots", "slots", "Slots that wait for the fence of an expired plan"),
+    _gauge("sessions", "sessions", "Clients of a daemon that are connected"),
+    _gauge("plans_out", "plans", "Plans of a daemon's clients whose copies have not ended"),
+    _gauge("quarantined_bytes", "bytes", "Bytes in plans of clients that are not connected"),
     _gauge("orphan_parts", "parts", "Parts whose parent is in no tier"),
 )
 

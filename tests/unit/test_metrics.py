@@ -13,8 +13,8 @@ from kvtier.events import Reporter
 from kvtier.metrics import TABLE, Metric, Metrics
 
 UNITS = {
-    *("bytes", "calls", "chunks", "fetches", "leases", "matches", "parts", "pins", "prefetches"),
-    *("records", "seconds", "slots", "tokens"),
+    *("bytes", "calls", "chunks", "fetches", "holds", "leases", "matches", "parts", "pins"),
+    *("plans", "prefetches", "records", "seconds", "sessions", "slots", "tokens"),
 }
 SAMPLE = re.compile(r'(?P<name>[a-z_]+)(?:\{(?P<labels>(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)+)\})? \S+')
 

@@ -1,0 +1,104 @@
+"""Errands: what takes a client's request longer than a moment. Coroutines on the depot's flow."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final
+
+from kvtier.catalog.catalog import LOT
+from kvtier.daemon.answers import Failed, Removed, Told
+from kvtier.daemon.messages import Message
+from kvtier.depot import Depot
+from kvtier.errors import KvtierError, MisuseError
+from kvtier.identity.record import RecordId
+from kvtier.seams import CancelledError, Future
+
+__all__ = ["Errands", "Reply", "outcome"]
+
+Reply = Callable[[Message], None]
+"""Sends an answer. Called from any thread; it never blocks."""
+
+_LATE: Final = Failed("TimeoutError", "it takes longer; the daemon goes on with it")
+_log = logging.getLogger("kvtier")
+
+
+class Errands:
+    """Those of all sessions. Each is answered once, and one that hangs keeps no other waiting."""
+
+    def __init__(self, depot: Depot) -> None:
+        self._depot = depot
+        self._going: set[asyncio.Task[Message]] = set()  # the loop itself has weak references
+
+    def start(
+        self,
+        work: Callable[[], Coroutine[Any, Any, Message]],
+        timeout: float,
+        reply: Reply,
+        *,
+        late: Message = _LATE,
+    ) -> Future[Message]:
+        """Begin; reply with what comes of it, or with `late` after `timeout` seconds; it goes on.
+
+        Raises MisuseError once the daemon ends.
+        """
+        running = self._depot.flow.spawn(self._bounded(work, timeout, late))
+        running.add_done_callback(lambda done: reply(outcome(done)))
+        return running
+
+    async def _bounded(
+        self, work: Callable[[], Coroutine[Any, Any, Message]], within: float, late: Message
+    ) -> Message:
+        task = asyncio.create_task(work(), name="errand")
+        self._going.add(task)
+        task.add_done_callback(self._going.discard)
+        await asyncio.wait((task,), timeout=within)
+        return task.result() if task.done() else late
+
+    async def purge(self, digest: bytes, tell: Callable[[int], None]) -> Message:
+        """Take all of a namespace out of all tiers."""
+        return Removed(*await self._depot.moves.sweeper.purge(digest, tell))
+
+    async def clear(self, tier: int) -> Message:
+        """Take what nobody holds out of a tier."""
+        await self._depot.moves.clear(tier)
+        return Told(value=True)
+
+    async def drain(self) -> Message:
+        """Wait until all that was saved is written down."""
+        await self._depot.moves.drained()
+        return Told(value=True)
+
+    async def invalidate(self, names: Sequence[RecordId], within: float) -> Message:
+        """Withdraw parts; wait `within` seconds at most for the Stores to delete them."""
+        catalog, sweeper = self._depot.catalog, self._depot.moves.sweeper
+        parts = records = 0
+        for start in range(0, len(names), LOT):
+            lot = catalog.withdraw(names[start : start + LOT], "invalidated")
+            parts, records = parts + lot[0], records + lot[1]
+            await asyncio.sleep(0)  # others wait for the Catalog's lock
+        if not records:
+            return Removed(parts, 0, ())
+
+        async def sweep() -> Message:
+            return Removed(parts, await sweeper.sweep_for(names), ())
+
+        return await self._bounded(sweep, within, Removed(parts, records, ()))
+
+
+def outcome(done: Future[Message]) -> Message:
+    """Return an errand's answer, whatever came of it."""
+    try:
+        return done.result()
+    except CancelledError:
+        return Failed("MisuseError", "the daemon ends")
+    except MisuseError as error:
+        return Failed("MisuseError", str(error))
+    except KvtierError as error:
+        return Failed("ConfigError", str(error))
+    except Exception as error:  # noqa: BLE001  (a defect here must not end the daemon)
+        _log.exception("a request failed")
+        return Failed(
+            "MisuseError", f"the daemon failed at it ({type(error).__name__}); see its log"
+        )

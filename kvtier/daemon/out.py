@@ -1,0 +1,165 @@
+"""Plans that are out, and what each session is charged for them and for its leases.
+
+The slots of a plan are let go when its session says that the copies have ended everywhere, or when
+that session's process is dead, and each that serves its engine has ended the plan or is dead, too.
+Until then nobody else gets the slots, whoever wants them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvtier.daemon.grants import Grants, Who
+
+__all__ = ["PLAN_BITS", "Out", "Outs"]
+
+PLAN_BITS: Final = 40
+"""A plan's id is the generation that issued it, and so many bits that count its plans."""
+
+
+@dataclass(slots=True, eq=False)
+class Out:
+    """One plan. end: called once, with whether what it saved is whole. nbytes: of its slots.
+
+    engine: whose members may execute it, besides `who`, whose session it is. orphan: whether that
+    process is dead. ended: members that execute it no more.
+    """
+
+    plan: int
+    session: bytes
+    engine: bytes
+    who: Who
+    nbytes: int
+    cells: int
+    end: Callable[[bool], None]
+    orphan: bool = False
+    ended: set[Who] = field(default_factory=set)
+
+
+class Outs:
+    """All of one server, its predecessors' included. Called under the lock of Sessions."""
+
+    def __init__(self, grants: Grants) -> None:
+        self._grants = grants
+        self._all: dict[int, Out] = {}
+        self._by_session: dict[bytes, dict[int, Out]] = {}
+        self._members: dict[bytes, dict[Who, None]] = {}
+        self._charged: dict[bytes, int] = {}
+        self._cells: dict[bytes, int] = {}
+        for engine, who in grants.members:
+            self._members.setdefault(engine, {})[who] = None
+
+    def __len__(self) -> int:
+        """Plans that are out."""
+        return len(self._all)
+
+    # ---- what sessions are charged
+
+    def charge(self, session: bytes, nbytes: int) -> None:
+        """Charge a session so many bytes more, or less."""
+        left = self._charged.get(session, 0) + nbytes
+        if left:
+            self._charged[session] = left
+        else:
+            self._charged.pop(session, None)
+
+    def charged(self, session: bytes) -> int:
+        """Return the bytes that a session is charged."""
+        return self._charged.get(session, 0)
+
+    def cells(self, session: bytes) -> int:
+        """Return the cells of the grants that a session has out."""
+        return self._cells.get(session, 0)
+
+    # ---- plans
+
+    def add(self, out: Out, slots: bytes) -> bool:
+        """Write down a plan, and keep its slots until it ends; False when there is no room."""
+        if not self._grants.add(out.plan, out.session, out.engine, out.who, slots):
+            return False
+        self.keep(out)
+        return True
+
+    def keep(self, out: Out) -> None:
+        """Keep the slots of a plan that is written down."""
+        self._all[out.plan] = out
+        self._by_session.setdefault(out.session, {})[out.plan] = out
+        self._cells[out.session] = self._cells.get(out.session, 0) + out.cells
+
+    def settle(self, plan: int, session: bytes, *, ok: bool) -> None:
+        """End a plan as its session says. Another's, or one that has ended, is left as it is."""
+        out = self._all.get(plan)
+        if out is not None and out.session == session:
+            self._end(out, ok=ok)
+
+    def resume(self, session: bytes, standing: Container[int]) -> None:
+        """End all plans of a session but those that it says are out."""
+        for plan, out in list(self._by_session.get(session, {}).items()):
+            if plan not in standing:
+                self._end(out, ok=False)
+
+    def owner(self, session: bytes) -> Who | None:
+        """Return the process of a session that has plans out; None for one that has none."""
+        return next((out.who for out in self._by_session.get(session, {}).values()), None)
+
+    def nbytes(self, connected: Container[bytes]) -> int:
+        """Return the bytes in plans of sessions that are not connected."""
+        return sum(out.nbytes for out in self._all.values() if out.session not in connected)
+
+    def _end(self, out: Out, *, ok: bool) -> None:
+        del self._all[out.plan]
+        mine = self._by_session[out.session]
+        del mine[out.plan]
+        self._cells[out.session] -= out.cells
+        if not mine:
+            del self._by_session[out.session], self._cells[out.session]
+        self._grants.drop(out.plan)
+        out.end(ok)
+
+    # ---- processes
+
+    def enter(self, engine: bytes, who: Who) -> bool:
+        """Take it that a process executes an engine's plans; False when there is no room."""
+        if not self._grants.enter(engine, who):
+            return False
+        self._members.setdefault(engine, {})[who] = None
+        return True
+
+    def memberships(self, who: Who) -> int:
+        """Return how many engines a process serves."""
+        return sum(who in members for members in self._members.values())
+
+    def processes(self) -> Iterable[Who]:
+        """Return all processes that may execute a plan."""
+        named = dict.fromkeys(out.who for out in self._all.values())
+        for members in self._members.values():
+            named |= members
+        return named
+
+    def ended(self, plan: int, engine: bytes, who: Who) -> None:
+        """Note that a process, of that engine, executes a plan no more."""
+        out = self._all.get(plan)
+        if out is not None and out.engine == engine and who not in out.ended:
+            out.ended.add(who)
+            self._grants.ended(plan, who)
+            self._look_at(out)
+
+    def died(self, who: Who) -> None:
+        """Note that a process executes nothing any more."""
+        for engine, members in list(self._members.items()):
+            if who in members:
+                self._grants.remove(engine, who)
+                del members[who]
+                if not members:
+                    del self._members[engine]
+        for out in list(self._all.values()):
+            out.orphan |= out.who == who
+            self._look_at(out)
+
+    def _look_at(self, out: Out) -> None:
+        """End a plan that nobody executes any more."""
+        members = self._members.get(out.engine, {})
+        if out.orphan and all(who in out.ended for who in members):
+            self._end(out, ok=False)
