@@ -1,0 +1,55 @@
+"""A daemon of one engine's own: a child of the process that starts it, which ends with it.
+
+The engine's ranks find it by the engine's id. See ``place.rendezvous``.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+from types import TracebackType
+from typing import Self
+
+from kvtier.daemon.place import rendezvous
+from kvtier.daemon.settings import Settings
+from kvtier.daemon.supervisor import Supervisor
+
+__all__ = ["PrivateDaemon"]
+
+
+class PrivateDaemon:
+    """Started when it is made; ends with ``close``, or with this process, however that ends.
+
+    tiers: URLs, DRAM first. engine: the id that its ranks name. path: where to connect. Blocks
+    until it serves. Raises ConfigError with cause and remedy, and TimeoutError.
+    A forked child cannot close it.
+    """
+
+    def __init__(self, *tiers: str, engine: str, timeout: float | None = 60.0) -> None:
+        self._supervisor = Supervisor(Settings(tiers, os.geteuid(), share=1.0), rendezvous(engine))
+        self.path = self._supervisor.path
+        self._supervisor.start(timeout)
+        atexit.register(self.close)
+
+    @property
+    def server(self) -> int:
+        """The server's process, 0 while there is none."""
+        return self._supervisor.server
+
+    def close(self) -> None:
+        """End it: what waits to be written to durable tiers is. Blocks, bounded. Idempotent."""
+        atexit.unregister(self.close)
+        self._supervisor.close()
+
+    def __enter__(self) -> Self:
+        """Return the daemon."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close it."""
+        self.close()

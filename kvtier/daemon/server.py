@@ -1,0 +1,85 @@
+"""``python -m kvtier.daemon.server``: one principal's catalog, tiers and loop, in one process.
+
+Its supervisor starts it, with all that outlives it as inherited descriptors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from typing import Final
+
+import msgspec
+
+from kvtier.clock import monotonic
+from kvtier.daemon.grants import Grants
+from kvtier.daemon.loop import Server
+from kvtier.daemon.sessions import Sessions
+from kvtier.daemon.settings import Settings, Started
+from kvtier.depot import Depot
+from kvtier.errors import KvtierError
+from kvtier.memory.arena import Arena
+from kvtier.seams import ThreadFlow
+
+__all__ = ["main"]
+
+_PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_MOST_SETTINGS: Final = 16 << 20
+
+
+def main() -> int:
+    """Serve until SIGTERM; return the exit status.
+
+    Arguments: the numbers of the descriptors of the listening socket, arena, grants, settings and
+    of the link to the supervisor; the supervisor's process.
+    """
+    listening, arena, grants, settings, link, parent = map(int, sys.argv[1:])
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return 1
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.INFO)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's: the supervisor says when
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    with socket.socket(fileno=link) as told, socket.socket(fileno=listening) as door:
+        try:
+            wanted = Settings.decode(os.pread(settings, _MOST_SETTINGS, 0))
+            sessions = _open(wanted, arena, grants)
+        except KvtierError as error:
+            told.send(msgspec.json.encode(Started(wrong=str(error))))
+            return 1
+        server = Server(door, sessions, sessions.welcome, arena, wanted.uid, monotonic)
+        server.watch(link, _orphaned)
+        for process in sessions.watched():
+            server.watch_process(process)
+        signal.signal(signal.SIGTERM, lambda *_: server.end())
+        if ended.is_set():
+            server.end()
+        welcome = sessions.welcome
+        told.send(msgspec.json.encode(Started(welcome.generation, os.getpid(), welcome.tiers)))
+        server.serve()
+        sessions.close()
+        server.close()
+    return 0
+
+
+def _open(settings: Settings, arena: int, grants: int) -> Sessions:
+    """Open the tiers, and take what the server before had granted. Blocks."""
+    memory = Arena(0, fd=os.dup(arena))
+    depot = Depot.open(settings.config(), monotonic, ThreadFlow(), memory)
+    table = Grants(grants, depot.arena_id)
+    return Sessions(depot, table, monotonic, share=settings.share)
+
+
+def _orphaned() -> None:
+    """End at once: the supervisor is gone, and the memory with it."""
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

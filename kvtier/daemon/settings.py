@@ -1,0 +1,47 @@
+"""What a server is told when it starts, and what it tells its supervisor."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from kvtier.catalog.owners import Quota
+from kvtier.config import Config
+
+__all__ = ["Settings", "Started"]
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A principal's daemon. tiers: URLs, DRAM first.
+
+    uid: the principal's, who alone may connect, beside the daemon's own user. share: of the
+    arena, what one session may hold at most.
+    """
+
+    tiers: tuple[str, ...]
+    uid: int
+    share: float = 0.5
+    quotas: dict[str, Quota] = {}
+
+    def config(self) -> Config:
+        """Return them parsed. Raises ConfigError."""
+        return replace(Config.from_urls(list(self.tiers)), quotas=self.quotas)
+
+    def encode(self) -> bytes:
+        """Return them as bytes for ``decode``."""
+        return msgspec.json.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Settings:
+        """Read what ``encode`` gave."""
+        return msgspec.json.decode(data, type=cls)
+
+
+class Started(msgspec.Struct, frozen=True):
+    """A server serves, or cannot: wrong says why. tiers: their names, DRAM first."""
+
+    generation: int = 0
+    server: int = 0
+    tiers: tuple[str, ...] = ()
+    wrong: str = ""

@@ -1,0 +1,255 @@
+"""The supervisor: it holds what outlives a server, and starts the server again when that dies.
+
+It has no catalog, and reads nothing that a client sends. It holds the listening socket, so that
+clients who come while there is no server wait for the next one; the arena, so that its memory is
+there once; and the table of grants, which clients cannot reach.
+
+A server ends with it, however it ends: by the parent-death signal of the thread that started it,
+which stays, and by the socket between both, which closes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvtier.clock import Clock, monotonic
+from kvtier.daemon.grants import make_grants
+from kvtier.daemon.place import Place
+from kvtier.daemon.settings import Settings, Started
+from kvtier.errors import ConfigError
+from kvtier.memory.arena import PAGE_BYTES, sealed_memory
+from kvtier.seams import Future, IoPool
+
+__all__ = ["Supervisor"]
+
+_DELAYS: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # seconds before a server starts again
+_LIVED: Final = 1.0  # seconds of service after which the first of them applies again
+_END_SECONDS: Final = 40.0  # what a server may take to write down what waits; then it is killed
+_log = logging.getLogger("kvtier")
+
+Tell = Callable[[Started], None]
+
+
+class Supervisor:
+    """One principal's daemon: takes path and memory when it is made. See ``start``.
+
+    tell: called by the supervising thread whenever a server has started.
+    Raises ConfigError for a path that another daemon has, and for more memory than there is.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        path: str | Path,
+        *,
+        tell: Tell | None = None,
+        clock: Clock = monotonic,
+    ) -> None:
+        self.settings = settings
+        self.server = 0  # its process, 0 while there is none
+        config = settings.config()
+        self.nbytes = config.dram // PAGE_BYTES * PAGE_BYTES
+        self._tell = tell
+        self._clock = clock
+        self._ending = threading.Event()
+        self._owner = os.getpid()
+        self._first: Future[Started] = Future()
+        self._pool = IoPool("supervisor", 1)
+        self._open: list[int] = []
+        self.place = Place(path, settings.uid)
+        try:
+            self._arena = self._keep(sealed_memory(config.dram))
+            self._grants = self._keep(make_grants())
+            self._settings = self._keep(os.memfd_create("kvtier-settings", os.MFD_CLOEXEC))
+            os.pwrite(self._settings, settings.encode(), 0)
+            self._bell = self._keep(os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+        except OSError as error:
+            self._release()
+            raise ConfigError(
+                f"the daemon cannot be set up ({error.strerror}); free memory or descriptors"
+            ) from error
+        except BaseException:
+            self._release()
+            raise
+        _running.append(self)
+
+    @property
+    def path(self) -> Path:
+        """Where clients connect."""
+        return self.place.path
+
+    def start(
+        self, timeout: float | None = None, ended: Callable[[], object] | None = None
+    ) -> Started:
+        """Start the server, and go on starting it, on a thread that stays. Blocks until it serves.
+
+        ended: called by that thread when the daemon has ended. Raises ConfigError for what the
+        server cannot be started with, and TimeoutError; all is closed then.
+        """
+        done = self._pool.submit(self._run)
+        if ended is not None:
+            done.add_done_callback(lambda _: ended())
+        try:
+            return self._first.result(timeout)
+        except BaseException:
+            self.close()
+            raise
+
+    def end(self) -> None:
+        """Have the server end in order, from any thread. Returns at once; ``close`` waits."""
+        self._ending.set()
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """End in order, and let everything go. Waits for the server, bounded. Idempotent."""
+        if os.getpid() != self._owner or self not in _running:
+            return
+        self.end()
+        self._pool.close(_END_SECONDS + 5)
+        _running.remove(self)
+        self._release()
+
+    # ---- the thread that stays
+
+    def _run(self) -> None:
+        failed = 0
+        try:
+            while not self._ending.is_set():
+                started = self._clock()
+                try:
+                    why = self._serve_once()
+                except OSError as error:  # no process, no descriptor
+                    why = f"cannot be started ({error.strerror})"
+                if self._ending.is_set():
+                    return
+                if not self._first.done():
+                    self._first.set_exception(ConfigError(why))
+                    return
+                failed = 0 if self._clock() - started > _LIVED else failed + 1
+                delay = _DELAYS[min(failed, len(_DELAYS) - 1)]
+                _log.warning("the server of %s %s; it starts again", self.path, why)
+                self._rest(delay)
+        finally:
+            self.place.remove()
+            if not self._first.done():
+                self._first.set_exception(ConfigError("the daemon ended before it served"))
+
+    def _rest(self, seconds: float) -> None:
+        """Wait, unless it is to end."""
+        poll = select.poll()
+        poll.register(self._bell, select.POLLIN)
+        poll.poll(seconds * 1000)
+
+    def _serve_once(self) -> str:
+        """Start a server, and see to it until it has ended; return why it did."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            with theirs:
+                process = self._spawn(theirs.fileno())
+            pidfd = os.pidfd_open(process.pid)
+            self.server = process.pid
+            try:
+                said = self._watch(ours, pidfd)
+            finally:
+                self.server = 0
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                os.close(pidfd)
+                status = process.wait()
+        if status == 0:  # somebody ended it in order
+            self._ending.set()
+        if said:
+            return said
+        return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+
+    def _spawn(self, link: int) -> subprocess.Popen[bytes]:
+        numbers = [self.place.socket.fileno(), self._arena, self._grants, self._settings, link]
+        root = str(Path(__file__).resolve().parents[2])
+        paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        module = [sys.executable, "-P", "-m", "kvtier.daemon.server"]
+        return subprocess.Popen(  # noqa: S603  (our own command)
+            [*module, *map(str, [*numbers, os.getpid()])],
+            pass_fds=numbers,
+            env={**os.environ, "PYTHONPATH": paths},
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr.fileno(),
+        )
+
+    def _watch(self, link: socket.socket, pidfd: int) -> str:
+        """Wait until the server has ended; return what it said was wrong, if anything."""
+        poll = select.poll()
+        for number in (link.fileno(), pidfd, self._bell):
+            poll.register(number, select.POLLIN)
+        wrong, until = "", math.inf
+        while True:
+            left = None if until == math.inf else (until - self._clock()) * 1000
+            ready = [number for number, _ in poll.poll(left)]
+            if link.fileno() in ready:
+                said = link.recv(1 << 16)
+                if not said:
+                    poll.unregister(link.fileno())
+                else:
+                    wrong = self._heard(said)
+            elif pidfd in ready:
+                return wrong
+            if self._bell in ready:
+                os.eventfd_read(self._bell)
+                self.place.remove()
+                signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+                until = self._clock() + _END_SECONDS
+            if self._clock() >= until:
+                return "did not end in time"
+
+    def _heard(self, said: bytes) -> str:
+        """Take what the server says: that it serves, or why it cannot."""
+        started = msgspec.json.decode(said, type=Started)
+        if started.wrong:
+            return started.wrong
+        if not self._first.done():
+            self._first.set_result(started)
+        if self._tell is not None:
+            self._tell(started)
+        return ""
+
+    # ---- what is open
+
+    def _keep(self, number: int) -> int:
+        self._open.append(number)
+        return number
+
+    def _release(self) -> None:
+        self.place.close()
+        while self._open:
+            os.close(self._open.pop())
+
+    def forget(self) -> None:
+        """In a forked child: close what is open here, and leave the daemon to the parent."""
+        self.place.let_go()
+        while self._open:
+            os.close(self._open.pop())
+
+
+_running: list[Supervisor] = []
+
+
+def _forget_all() -> None:
+    while _running:
+        _running.pop().forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
