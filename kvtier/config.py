@@ -117,28 +117,48 @@ class Config:
 
         A tenant's quota is a table: ``[tenants.NAME]`` with ``floor = "10%"``, ``ceiling = "50%"``.
         """
-        if not isinstance(path, (str, Path)):
-            raise ConfigError(f"a path is needed, and not {path!r}")
-        path = Path(path)
-        try:
-            data = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not TOML: {error}") from error
-        except ValueError as error:
-            raise ConfigError(f"{str(path)!r} is no path: {error}") from error
-        for name in data:
-            if name not in _TABLES:
-                raise unknown("option", name, _TABLES)
-        urls = data.get("tiers")
-        if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
-            raise ConfigError(f'{path} needs tiers = ["dram:8GiB", ...]')
-        tenants = data.get("tenants", {})
-        if not isinstance(tenants, dict):
-            raise ConfigError(f"tenants of {path} are tables, such as [tenants.NAME]")
-        quotas = {tenant: _quota(tenant, table) for tenant, table in tenants.items()}
-        return replace(cls.from_urls(urls), quotas=quotas)
+        data = read_toml(path, _TABLES)
+        return replace(cls.from_urls(urls_of(data, path)), quotas=quotas_of(data, path))
+
+
+def read_toml(path: str | Path, known: Sequence[str]) -> dict[str, object]:
+    """Return what a TOML file has. Raises ConfigError for names that are not among `known`."""
+    if not isinstance(path, (str, Path)):
+        raise ConfigError(f"a path is needed, and not {path!r}")
+    path = Path(path)
+    try:
+        data: dict[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    except ValueError as error:
+        raise ConfigError(f"{str(path)!r} is no path: {error}") from error
+    for name in data:
+        if name not in known:
+            raise unknown("option", name, known)
+    return data
+
+
+def urls_of(data: Mapping[str, object], where: object) -> list[str]:
+    """Return the tiers' URLs of a table; where: what an error calls it."""
+    urls = data.get("tiers")
+    if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+        raise ConfigError(f'{where} needs tiers = ["dram:8GiB", ...]')
+    return urls
+
+
+def quotas_of(data: Mapping[str, object], where: object) -> dict[str, Quota]:
+    """Return the quotas of a table's tenants; where: what an error calls it."""
+    tenants = data.get("tenants", {})
+    if not isinstance(tenants, dict):
+        raise ConfigError(f"tenants of {where} are tables, such as [tenants.NAME]")
+    return {tenant: _quota(tenant, table) for tenant, table in tenants.items()}
+
+
+def hidden(url: str) -> str:
+    """Return a tier's URL without what may be a secret in it."""
+    return _UNSAID.sub(r"\1\3…\2", url)
 
 
 def _quota(tenant: str, table: object) -> Quota:
@@ -169,7 +189,7 @@ def parse_tier(url: str) -> TierConfig:
         return TierConfig("dram", "", parse_bytes(rest))
     location, mark, query = rest.rpartition("?")
     location, query = (location, query) if mark else (rest, "")
-    shown = _UNSAID.sub(r"\1\3…\2", url)
+    shown = hidden(url)
     if not location:
         raise ConfigError(f"tier {shown!r} needs a place after the colon")
     given = parse_options(shown, query)

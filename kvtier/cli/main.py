@@ -53,6 +53,7 @@ class CommandGroup(click.Group):
         "doctor": "kvtier.cli.doctor:doctor",
         "plan": "kvtier.cli.plan:plan",
         "replay": "kvtier.cli.replay:replay",
+        "serve": "kvtier.cli.serve:serve",
         "sim": "kvtier.cli.sim:sim",
     },
     kind="command",

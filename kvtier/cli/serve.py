@@ -1,0 +1,182 @@
+"""``kvtier serve``: one cache for the engines of this host, behind a socket."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from kvtier.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvtier.daemon.principals import Principal
+    from kvtier.daemon.settings import Started
+    from kvtier.daemon.supervisor import Supervisor
+
+__all__ = ["serve"]
+
+_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
+
+
+@click.command("serve", short_help="Share one cache among the engines of this host.")
+@click.argument("tiers", nargs=-1, metavar="[URL]...")
+@click.option("--config", type=click.Path(path_type=Path), help="A TOML file, in place of URLs.")
+@click.option(
+    "--socket",
+    "path",
+    type=click.Path(),
+    metavar="PATH",
+    help="Where engines connect; by default kv.sock in $XDG_RUNTIME_DIR/kvtier.",
+)
+@click.option("--print-config", is_flag=True, help="Print what would be served, and end.")
+@click.option("--json", "as_json", is_flag=True, help="Tell what happens as JSON, a line each.")
+def serve(
+    tiers: tuple[str, ...],
+    config: Path | None,
+    path: str | None,
+    print_config: bool,  # noqa: FBT001
+    as_json: bool,  # noqa: FBT001
+) -> int:
+    """Hold a cache of DRAM and slower tiers for all engines that open unix:PATH.
+
+    URL is dram:SIZE, then slower tiers. The config file has tiers = [URL, ...], socket, and
+    [tenants.NAME] with floor and ceiling; or [principals.NAME] with uid, socket and tiers, for
+    users who must not meet: each gets a socket, memory and a server process of its own.
+
+    It runs until SIGTERM or SIGINT; then what waits is written down first.
+    """
+    from kvtier.daemon.principals import of_file, of_urls
+
+    if bool(tiers) == (config is not None):
+        raise ConfigError("name the tiers, such as dram:8GiB, or a file with --config")
+    found = of_file(config, path) if config is not None else [of_urls(tiers, path)]
+    if print_config:
+        click.echo(_as_toml(found))
+        return 0
+    _check_memory(found)
+    logging.basicConfig(format="%(name)s: %(message)s", level=logging.INFO)
+    return _run(found, _Teller(as_json=as_json))
+
+
+class _Teller:
+    """Says what happens, on stdout."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+
+    def __call__(self, event: str, **said: Any) -> None:
+        import msgspec
+
+        if self._as_json:
+            text = msgspec.json.encode({"event": event, **said}).decode()
+        else:
+            text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in said.items())
+        with contextlib.suppress(OSError):  # whoever read it is gone; the daemon goes on
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
+
+
+def _run(found: Sequence[Principal], tell: _Teller) -> int:
+    """Start every principal's daemon, and wait for a signal, or until one has ended."""
+    from kvtier.daemon.supervisor import Supervisor
+
+    bell = os.eventfd(0, os.EFD_CLOEXEC)
+    handlers = {
+        number: signal.signal(number, lambda *_: os.eventfd_write(bell, 1)) for number in _SIGNALS
+    }
+    running: list[Supervisor] = []
+    with contextlib.ExitStack() as undo:
+        undo.callback(os.close, bell)
+        for number, handler in handlers.items():
+            undo.callback(signal.signal, number, handler)
+        for one in found:  # all of them, before a thread runs: a place is taken as its user
+            running.append(Supervisor(one.settings, one.path, tell=_restarts(one, tell)))
+            undo.callback(running[-1].close)
+        for one, supervisor in zip(found, running, strict=True):
+            started = supervisor.start(ended=lambda: os.eventfd_write(bell, 1))
+            tell("ready", **_described(one, supervisor, started))
+        _notify("READY=1")
+        os.eventfd_read(bell)
+        _notify("STOPPING=1")
+        for supervisor in running:
+            supervisor.end()
+    tell("ended", pid=os.getpid())
+    return 0
+
+
+def _restarts(one: Principal, tell: _Teller) -> Callable[[Started], None]:
+    """Return what says that a server was started again."""
+
+    def say(started: Started) -> None:
+        if started.generation > 1:
+            said = {"socket": str(one.path), "server": started.server}
+            tell("restarted", **said, generation=started.generation)
+
+    return say
+
+
+def _described(one: Principal, supervisor: Supervisor, started: Started) -> dict[str, Any]:
+    """Return what the ready line says."""
+    return {
+        **({"principal": one.name} if one.name else {}),
+        "socket": str(supervisor.path),
+        "pid": os.getpid(),
+        "server": started.server,
+        "arena_bytes": supervisor.nbytes,
+        "tiers": list(started.tiers),
+        "generation": started.generation,
+    }
+
+
+def _check_memory(found: Sequence[Principal]) -> None:
+    """Raise ConfigError where all principals together want more memory than there is."""
+    from kvtier.memory.arena import available_bytes
+    from kvtier.units import format_bytes
+
+    wanted, available = sum(one.settings.config().dram for one in found), available_bytes()
+    if wanted > available:
+        raise ConfigError(
+            f"dram of {format_bytes(wanted)} in all is more than the {format_bytes(available)} of "
+            "memory available here; ask for less, or raise the limit (MemoryMax=, memory.max)"
+        )
+
+
+def _as_toml(found: Sequence[Principal]) -> str:
+    """Return the configuration, with what was left to a default, and without secrets."""
+    import msgspec
+
+    from kvtier.config import hidden
+
+    def quoted(value: Any) -> str:
+        return msgspec.json.encode(value).decode()  # TOML's basic strings are JSON's
+
+    lines: list[str] = []
+    for one in found:
+        if one.name:
+            lines += [f"[principals.{quoted(one.name)}]", f"uid = {one.settings.uid}"]
+        lines.append(f"socket = {quoted(str(one.path))}")
+        lines += ["tiers = [", *(f"    {quoted(hidden(u))}," for u in one.settings.tiers), "]", ""]
+    for tenant, quota in found[0].settings.quotas.items():
+        lines += [f"[tenants.{quoted(tenant)}]", f"floor = {quota.floor}"]
+        lines += [f"ceiling = {quota.ceiling}", ""]
+    return "\n".join(lines).rstrip()
+
+
+def _notify(state: str) -> None:
+    """Tell the service manager, where there is one: sd_notify(3)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    address = "\0" + address[1:] if address.startswith("@") else address
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.connect(address)
+        sock.send(state.encode())

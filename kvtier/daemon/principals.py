@@ -1,0 +1,127 @@
+"""Which daemons one ``kvtier serve`` runs: one, or one for each principal of a config file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvtier.catalog.owners import Quota
+from kvtier.checks import check_whole
+from kvtier.config import parse_tier, quotas_of, read_toml, urls_of
+from kvtier.daemon.place import check_path, runtime_folder
+from kvtier.daemon.settings import Settings
+from kvtier.errors import ConfigError, unknown
+
+__all__ = ["Principal", "default_path", "of_file", "of_urls"]
+
+_TABLES: Final = ("tiers", "tenants", "socket", "principals")
+_PRINCIPAL: Final = ("uid", "socket", "tiers")
+_MOST_UID: Final = (1 << 32) - 2
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """One trust domain, with a socket, an arena and a server of its own. name: as configured."""
+
+    name: str
+    path: Path
+    settings: Settings
+
+
+def default_path() -> Path:
+    """Return where a daemon listens that is not told: ``kv.sock`` in this user's folder."""
+    return check_path(runtime_folder() / "kv.sock")
+
+
+def of_urls(urls: Sequence[str], path: str | Path | None) -> Principal:
+    """Return this user's own daemon. Raises ConfigError."""
+    settings = Settings(tuple(urls), os.geteuid())
+    settings.config()
+    return Principal("", check_path(path) if path is not None else default_path(), settings)
+
+
+def of_file(file: Path, path: str | Path | None) -> list[Principal]:
+    """Read the daemons of a TOML file; path: a socket that goes before the file's.
+
+    It has ``tiers``, ``tenants`` and ``socket``, or a table ``[principals.NAME]`` for each
+    principal, with ``uid``, ``socket`` and ``tiers``. Raises ConfigError.
+    """
+    data = read_toml(file, _TABLES)
+    quotas = quotas_of(data, file)
+    if "principals" not in data:
+        at = path if path is not None else _socket(data, file)
+        one = of_urls(urls_of(data, file), at)
+        return [Principal("", one.path, _with(one.settings, quotas))]
+    tables = data["principals"]
+    if not isinstance(tables, dict) or not tables:
+        raise ConfigError(f"principals of {file} are tables, such as [principals.NAME]")
+    both = [name for name in ("tiers", "socket") if name in data] + ["--socket"] * (
+        path is not None
+    )
+    if both:
+        raise ConfigError(
+            f"{file} has principals, so each of them has its own tiers and socket; take "
+            f"{' and '.join(both)} away"
+        )
+    found = [_principal(name, table, quotas) for name, table in tables.items()]
+    _check_apart(found)
+    return found
+
+
+def _principal(name: str, table: object, quotas: Mapping[str, Quota]) -> Principal:
+    where = f"principal {name!r}"
+    if not isinstance(table, dict):
+        raise ConfigError(f"{where} needs a table with uid, socket and tiers")
+    for option in table:
+        if option not in _PRINCIPAL:
+            raise unknown(f"option of {where}", option, _PRINCIPAL)
+    for option in _PRINCIPAL:
+        if option not in table:
+            raise ConfigError(f"{where} has no {option}; it needs uid, socket and tiers")
+    check_whole(f"the uid of {where}", table["uid"], 0, _MOST_UID, ConfigError)
+    socket = _socket(table, where)
+    settings = Settings(tuple(urls_of(table, where)), table["uid"])
+    return Principal(name, check_path(socket or ""), _with(settings, quotas))
+
+
+def _with(settings: Settings, quotas: Mapping[str, Quota]) -> Settings:
+    """Return settings with quotas, checked."""
+    whole = msgspec.structs.replace(settings, quotas=quotas)
+    whole.config()
+    return whole
+
+
+def _socket(table: Mapping[str, object], where: object) -> str | None:
+    path = table.get("socket")
+    if path is None or isinstance(path, str):
+        return path
+    raise ConfigError(f"the socket of {where} is a path, not {path!r}")
+
+
+def _check_apart(found: Sequence[Principal]) -> None:
+    """Raise ConfigError for two principals that would meet."""
+    users: dict[int, str] = {}
+    paths: dict[Path, str] = {}
+    for one in found:
+        user = users.setdefault(one.settings.uid, one.name)
+        path = paths.setdefault(one.path, one.name)
+        for what, other in (("uid", user), ("socket", path)):
+            if other != one.name:
+                raise ConfigError(
+                    f"principals {other!r} and {one.name!r} have the same {what}; give each its own"
+                )
+    places: dict[tuple[str, str], str] = {}
+    for one in found:
+        for url in one.settings.tiers:
+            tier = parse_tier(url)
+            where = (tier.scheme, tier.location)
+            if tier.location and (other := places.setdefault(where, one.name)) != one.name:
+                raise ConfigError(
+                    f"principals {other!r} and {one.name!r} have the same {tier.scheme} tier; "
+                    "give each its own"
+                )
