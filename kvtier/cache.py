@@ -69,7 +69,8 @@ class Cache(Upkeep):
         """
         self._check()
         _check_kinds(namespace, shards, stages)
-        desk = self._desk.join(namespace, chunk_shape(namespace.geometry, shards, stages))
+        shape = chunk_shape(namespace.geometry, shards, stages)
+        desk = self._desk.join(namespace, shape, (shards, stages))
         return Cache(desk, namespace, shards=shards, stages=stages)
 
     # ---- match
@@ -273,8 +274,10 @@ def _check_kinds(namespace: object, shards: object, stages: object) -> None:
 def open_cache(
     *tiers: str | Config, namespace: Namespace, shards: int = 1, stages: int = 1
 ) -> Cache:
-    """Open a cache from URLs, DRAM first, or one Config.
+    """Open a cache from URLs, DRAM first, or one Config; or a daemon's, ``unix:PATH``.
 
+    A daemon has its own tiers. Options of its URL: engine, that is served and whose ranks name the
+    same; patience, that a call waits for the daemon at most; timeout, to wait until it is there.
     shards and stages: ranks of tensor and of pipeline parallelism.
     Blocks while memory is taken and tiers are reopened.
     Raises ConfigError with cause and remedy.
@@ -285,4 +288,17 @@ def open_cache(
     urls = [tier for tier in tiers if isinstance(tier, str)]
     if len(urls) < len(tiers):
         raise ConfigError("pass tiers as URLs, or one Config")
+    if any(url.startswith("unix:") for url in urls):
+        return _open_remote(urls, namespace, shards, stages)
     return Cache(Config.from_urls(urls), namespace, shards=shards, stages=stages)
+
+
+def _open_remote(urls: list[str], namespace: Namespace, shards: int, stages: int) -> Cache:
+    """Open a daemon's cache; what that needs is imported when it is asked for."""
+    from kvtier.daemon.client import open_desk
+
+    if len(urls) > 1:
+        raise ConfigError("a daemon has its own tiers: name unix:PATH alone")
+    shape = chunk_shape(namespace.geometry, shards, stages)
+    desk = open_desk(urls[0], namespace, shape, (shards, stages))
+    return Cache(desk, namespace, shards=shards, stages=stages)

@@ -82,8 +82,12 @@ class Desk(Protocol):
         """The arena, as plans name it."""
         ...
 
-    def join(self, namespace: Namespace, shape: Shape) -> Desk:
-        """See ``Cache.share``. May wait."""
+    def arena_of(self, issued: Issued) -> int:
+        """Return the arena that a plan's slots are in."""
+        ...
+
+    def join(self, namespace: Namespace, shape: Shape, ranks: tuple[int, int]) -> Desk:
+        """See ``Cache.share``. ranks: shards, and stages. May wait."""
         ...
 
     def match(self, prefix: Prefix) -> Match:

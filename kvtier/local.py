@@ -53,8 +53,14 @@ class LocalDesk:
         """See Desk."""
         return self.depot.arena_id
 
-    def join(self, namespace: Namespace, shape: Shape) -> LocalDesk:
+    def arena_of(self, issued: Issued) -> int:
         """See Desk."""
+        del issued
+        return self.depot.arena_id
+
+    def join(self, namespace: Namespace, shape: Shape, ranks: tuple[int, int]) -> LocalDesk:
+        """See Desk."""
+        del ranks
         return LocalDesk(self.depot, namespace, shape, self.depot.join(namespace, shape))
 
     # ---- match, lease, fetch

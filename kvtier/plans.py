@@ -39,7 +39,7 @@ class Plans:
         self._states = [one.needs is Needs.LAST for one in geometry.components]
         self._chunk = shape.chunk_tokens
         self._block = shape.block_tokens
-        self._out: dict[int, Issued] = {}
+        self._out: dict[tuple[int, int], Issued] = {}  # by arena and id
 
     def __len__(self) -> int:
         """Plans that have not been settled."""
@@ -98,7 +98,7 @@ class Plans:
         """Take a plan back whose copies have ended; return what it held."""
         if result.status is CopyStatus.TIMEOUT:
             raise MisuseError("a copy that has not ended cannot be settled")
-        issued = self._out.pop(plan.id, None) if plan.arena == self._desk.arena_id else None
+        issued = self._out.pop((plan.arena, plan.id), None)
         if issued is None:
             raise MisuseError(f"plan {plan.id} was not issued here, or was settled before")
         return issued
@@ -111,9 +111,9 @@ class Plans:
         issued: Issued,
         tokens: int,
     ) -> CopyPlan:
-        arena = self._desk.arena_id
+        arena = self._desk.arena_of(issued)
         plan = CopyPlan(PLAN_VERSION, number, kind, arena, tokens, tuple(parts))
-        self._out[number] = issued
+        self._out[arena, number] = issued
         return plan
 
     # ---- block tables

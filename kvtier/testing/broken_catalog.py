@@ -128,10 +128,10 @@ def settle_without_forgetting_the_plan() -> list[Patch]:
     settle = Cache.settle
 
     def broken(self: Cache, plan: Any, result: Any) -> None:
-        issued = self._plans._out.get(plan.id)
+        issued = self._plans._out.get((plan.arena, plan.id))
         settle(self, plan, result)
         if issued is not None:
-            self._plans._out[plan.id] = issued
+            self._plans._out[plan.arena, plan.id] = issued
 
     return [(Cache, "settle", broken)]
 
@@ -183,10 +183,10 @@ def settle_twice_without_comparing_serials() -> list[Patch]:
     settle, reserved = Cache.settle, Room.reserved
 
     def twice(self: Cache, plan: Any, result: Any) -> None:
-        issued = self._plans._out.get(plan.id)
+        issued = self._plans._out.get((plan.arena, plan.id))
         settle(self, plan, result)
         if isinstance(issued, list):  # a worker reports a save again, later
-            self._plans._out[plan.id] = issued
+            self._plans._out[plan.arena, plan.id] = issued
             settle(self, plan, result)
 
     def unchecked(self: Room, name: RecordId, slot: Slot) -> int:

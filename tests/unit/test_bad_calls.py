@@ -57,7 +57,7 @@ class Bench:
     def reserved(self):
         """Return a part and a slot that wait for its bytes, and the plan that fills it."""
         plan = self.cache.plan_save(self.cache.prefix(OTHER), BLOCKS)
-        return self.cache._plans._out[plan.id][0], plan
+        return self.cache._plans._out[plan.arena, plan.id][0], plan
 
     def counts(self):
         """Return all that a bad call could spoil."""
@@ -305,7 +305,7 @@ def test_a_save_that_is_committed_twice_is_told_the_second_time(bench):
         catalog.commit(part.name, slot, bytes(16))
     with pytest.raises(MisuseError, match="not reserved"):
         catalog.abort(part.name, slot)
-    for one, its in bench.cache._plans._out.pop(plan.id)[1:]:
+    for one, its in bench.cache._plans._out.pop((plan.arena, plan.id))[1:]:
         catalog.abort(one.name, its)
 
 
@@ -357,12 +357,12 @@ def test_without_its_guard_a_strangers_plan_would_end_anothers_hold(bench, monke
     """The twin of whose plan it is: two caches number their plans alike."""
 
     def settled(self, plan, _result):
-        return self._out.pop(plan.id)
+        return self._out.pop((plan.arena, plan.id))
 
     monkeypatch.setattr(Plans, "settled", settled)
     mine = bench.cache.plan_load(bench.lease(), BLOCKS)
     bench.cache.settle(structs.replace(mine, arena=0), OK)
-    assert mine.id not in bench.cache._plans._out
+    assert (mine.arena, mine.id) not in bench.cache._plans._out
 
 
 def test_the_oracle_agrees_after_all_of_it(bench, monkeypatch):

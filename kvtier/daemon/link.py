@@ -1,0 +1,395 @@
+"""The link: one session of this process with a daemon, over two connections.
+
+An engine's calls go over the first, one at a time, and wait for `patience` at most. What takes
+its time goes over the second, whose answers one daemon thread reads. That thread also notices that
+the daemon is gone, and comes back to it: until then every call is a miss, at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+from collections import deque
+from typing import Final
+
+import numpy as np
+
+from kvtier.clock import monotonic
+from kvtier.daemon.answers import Failed, Joined, Resend, Welcome
+from kvtier.daemon.frames import encode
+from kvtier.daemon.mapped import MappedArena
+from kvtier.daemon.messages import Bye, Hello, Message, Resume, Settle
+from kvtier.daemon.up import Ask, Era, Seat, Up
+from kvtier.daemon.waits import Waits
+from kvtier.daemon.wire import Wire, connect, failure
+from kvtier.errors import ConfigError, KvtierError, ProtocolError
+from kvtier.events import Reporter
+
+__all__ = ["Link"]
+
+_GREETING_SECONDS: Final = 2.0
+_SOONEST: Final = 0.05  # seconds until it is tried again, which double up to the latest
+_LATEST: Final = 0.5
+_GIVE_UP: Final = 0.25  # seconds of silence after which calls do not wait any more
+
+
+class Link:
+    """See the module. Safe from any thread; opening and closing block.
+
+    up: the session while it holds. out: plans that were not settled, by the daemon's life.
+    """
+
+    def __init__(self, path: str, engine: str, patience: float) -> None:
+        self.path = path
+        self.patience = patience
+        self.arena = MappedArena()
+        self.up: Up | None = None
+        self.out: dict[tuple[Era, int], Seat] = {}
+        self._reporter = Reporter(monotonic)
+        self._session = os.urandom(16)
+        self._engine = engine or self._session.hex()
+        self._seats: dict[Seat, None] = {}
+        self._turn = threading.Lock()  # of the first connection
+        self._outbox: deque[tuple[Up, Seat, Message]] = deque()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_lock = threading.Lock()
+        self._owners: dict[bytes, int] = {}
+        self._closing = self._greeted = False
+        self._thread = threading.Thread(target=self._run, name="kvtier-link", daemon=True)
+
+    def owner(self, digest: bytes) -> int:
+        """Return a number that tells a namespace from others on this link."""
+        return self._owners.setdefault(digest, len(self._owners) + 1)
+
+    # ---- life
+
+    def open(self, timeout: float) -> None:
+        """Connect, and wait for the daemon so long. Raises ConfigError when it does not come."""
+        until = monotonic() + timeout
+        try:
+            while self.up is None:
+                try:
+                    self._come_up()
+                except PermissionError as error:
+                    raise ConfigError(
+                        f"{self.path}: {error.strerror}; a daemon's socket is for one user"
+                    ) from error
+                except OSError as error:
+                    left = until - monotonic()
+                    if left <= 0:
+                        raise ConfigError(
+                            f"no daemon answers at {self.path} within {timeout:g} s ({error}); "
+                            "start one with `kvtier serve`, or see that the path is right"
+                        ) from error
+                    self._pause(min(_SOONEST, left))
+            self._thread.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Say goodbye, end the thread, and let the arena go. Idempotent."""
+        if self._closing:
+            return
+        self._closing = True
+        with self._turn:
+            up, self.up = self.up, None
+            if up is not None:
+                with contextlib.suppress(OSError):
+                    up.calls.put(encode(Bye()), 0.0)
+                up.end()
+        self._poke()
+        if self._thread.ident is not None:
+            self._thread.join()  # it waits for nobody longer than a greeting
+        elif up is not None:
+            self._bury(up)
+        self.arena.unmap()
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    def join(self, seat: Seat, timeout: float) -> None:
+        """Let a desk join. Blocks. Raises ConfigError, and what the daemon refuses with."""
+        self._seats[seat] = None
+        found = None
+        try:
+            found = self.ask(seat, seat.joining, Ask(within=timeout))
+        finally:
+            if found is None:
+                self._seats.pop(seat)
+        if found is None:
+            raise ConfigError(f"the daemon at {self.path} does not answer; try again when it does")
+        up, reply = found
+        if not isinstance(reply, Joined):
+            raise ProtocolError(f"the daemon answers Join with {type(reply).__name__}")
+        up.desks[seat] = reply.desk
+
+    def leave(self, seat: Seat) -> bool:
+        """Let a desk go; say whether it was the last."""
+        self._seats.pop(seat, None)
+        return not self._seats
+
+    # ---- calls
+
+    def ask(self, seat: Seat, message: Message, how: Ask) -> tuple[Up, Message] | None:
+        """Ask, and return the answer; None when none comes in time, or nobody is there.
+
+        Raises what the daemon refuses with.
+        """
+        up = self.up
+        if up is None or how.only not in (None, up):
+            return None
+        within = self.patience if how.within is None else how.within
+        until = monotonic() + within
+        if not self._turn.acquire(timeout=within):
+            return None
+        try:
+            if up is not self.up or (up.owed and not self._caught_up(up, until)):
+                return None
+            reply = self._ask(up, seat, message, how, until)
+        except (OSError, ProtocolError) as error:
+            self._lose(up, error)
+            return None
+        finally:
+            self._turn.release()
+            if self._outbox:
+                self._pump()
+        if reply is None:
+            return None
+        if isinstance(reply, Failed):
+            raise failure(reply)
+        return up, reply
+
+    def _ask(self, up: Up, seat: Seat, message: Message, how: Ask, until: float) -> Message | None:
+        """Ask, on this thread's turn."""
+        if self._outbox:
+            self._flush(up)
+        if not up.address(seat, message):
+            return None
+        if how.prefix is not None:
+            up.name(message, how.prefix)
+        reply = self._asked(up, seat, message, how, until)
+        if isinstance(reply, Resend) and how.prefix is not None:
+            up.name(message, how.prefix, whole=True)
+            reply = self._asked(up, seat, message, how, until)
+        if reply is not None and not isinstance(reply, Failed):
+            if how.prefix is not None:
+                up.told(message)
+            if how.note is not None:
+                how.note(up, reply)
+        return reply
+
+    def _asked(
+        self, up: Up, seat: Seat, message: Message, how: Ask, until: float
+    ) -> Message | None:
+        """Send a request and return its answer; one that has not come is owed."""
+        number = up.number()
+        reply = None
+        try:
+            up.calls.put(encode(message, number), until)
+            reply = self._answer(up, number, until)
+        finally:
+            if reply is None:  # also where an interrupt comes
+                self._owe(up, number, seat, how)
+        return reply
+
+    def _answer(self, up: Up, number: int, until: float) -> Message | None:
+        """Return the answer to a request; take back late ones that come before it."""
+        while (found := up.calls.take(until)) is not None:
+            if found[0] == number:
+                return found[1]
+            self._late(up, *found)
+        return None
+
+    def _owe(self, up: Up, number: int, seat: Seat, how: Ask) -> None:
+        if not up.owed:
+            up.silent_since = monotonic()
+        up.owed[number] = (seat, how)
+        self._poke()
+
+    def _late(self, up: Up, number: int, reply: Message) -> None:
+        seat, how = up.owed.pop(number, (None, None))
+        if seat is None or how is None or isinstance(reply, (Failed, Resend)):
+            return
+        back = how.late(up, reply) if how.late is not None else None
+        if back is not None:
+            self._outbox.append((up, seat, back))
+
+    def _caught_up(self, up: Up, until: float) -> bool:
+        """Wait for late answers; not at all once the daemon has been silent for long."""
+        if monotonic() - up.silent_since > _GIVE_UP:
+            until = 0.0
+        while up.owed:
+            found = up.calls.take(until)
+            if found is None:
+                return False
+            self._late(up, *found)
+        return True
+
+    # ---- what needs no answer
+
+    def post(self, up: Up | None, seat: Seat, message: Message) -> None:
+        """Say something while `up` holds; where that is over, it is over too. Never waits."""
+        if up is not None and up is self.up:
+            self._outbox.append((up, seat, message))
+            self._pump()
+
+    def settle(self, seat: Seat, era: Era, plan: int, *, ok: bool) -> None:
+        """Say that a plan has ended. Where nobody listens, Resume will say so."""
+        self.out.pop((era, plan), None)
+        up = self.up
+        if up is not None and up.era.arena == era.arena:
+            self.post(up, seat, Settle(0, era.generation, plan, ok))
+
+    def _pump(self) -> None:
+        """Send what stands in the outbox, unless somebody who holds the turn will."""
+        while self._outbox and self._turn.acquire(blocking=False):
+            up = self.up
+            try:
+                if up is None:
+                    self._outbox.clear()
+                else:
+                    self._flush(up)
+            except OSError as error:
+                if up is not None:
+                    self._lose(up, error)
+            finally:
+                self._turn.release()
+
+    def _flush(self, up: Up) -> None:
+        """Send what is meant for this session; what was meant for an earlier one is void."""
+        while self._outbox:
+            when, seat, message = self._outbox.popleft()
+            if when is up and up.address(seat, message):
+                up.calls.put(encode(message), 0.0)
+        if up.calls.unsent:
+            self._poke()
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        wait = 0.0
+        while not self._closing:
+            up = self.up
+            if up is not None:
+                self._watch(up)
+                wait = 0.0
+                continue
+            try:
+                self._come_up()
+            except (FileNotFoundError, ConnectionRefusedError) as error:
+                if self.arena.id:
+                    self.report(f"{error.strerror}: its memory is let go")
+                self.arena.unmap()
+            except (OSError, KvtierError) as error:
+                self.report(str(error))
+            if self.up is None:
+                self._pause(wait)
+                wait = min(2 * wait or _SOONEST, _LATEST)
+
+    def report(self, why: str) -> None:
+        """Tell the operator, now and then."""
+        if not self._closing:
+            self._reporter.warn(f"the daemon at {self.path}", why)
+
+    def _poke(self) -> None:
+        """Let the thread look again."""
+        with self._wake_lock:
+            if self._wake >= 0:
+                os.eventfd_write(self._wake, 1)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, or until this link is closed."""
+        until = monotonic() + seconds
+        while not self._closing and (left := until - monotonic()) > 0:
+            if select.select([self._wake], [], [], left)[0]:
+                os.eventfd_read(self._wake)
+
+    def _watch(self, up: Up) -> None:
+        """Read what comes until the connections are lost."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        try:
+            while self.up is up:
+                poll.register(up.calls, up.events)  # of a hang-up it tells in any case
+                poll.register(up.waits.wire, up.waits.events)
+                ready = dict(poll.poll(up.waits.milliseconds()))
+                if self._wake in ready:
+                    os.eventfd_read(self._wake)
+                if up.calls.fileno() in ready:
+                    self._take_late(up)
+                up.waits.turn()
+        except (OSError, ProtocolError) as error:
+            self._lose(up, error)
+        self._bury(up)
+
+    def _take_late(self, up: Up) -> None:
+        """Read the answers that nobody waits for, and send what could not be sent."""
+        with self._turn:
+            if self.up is up:
+                if up.calls.unsent:
+                    up.calls.put(b"", 0.0)
+                while (found := up.calls.take(0.0)) is not None:
+                    self._late(up, *found)
+        self._pump()
+
+    def _lose(self, up: Up, error: Exception) -> None:
+        """Note that the connections of `up` are lost; all that went over them is over."""
+        if self.up is up:
+            self.up = None
+            self.report(f"{error}; every call is a miss until it is back")
+        up.end()
+        self._poke()
+
+    def _bury(self, up: Up) -> None:
+        """Give the descriptors back, and end what was waited for. By the link's thread alone."""
+        with self._turn:
+            up.calls.close()
+        up.waits.close()
+
+    # ---- coming up
+
+    def _come_up(self) -> None:
+        """Connect, say what still stands, and join again. Raises OSError and KvtierError."""
+        with contextlib.ExitStack() as undo:
+            calls, welcome, fd = self._connect()
+            undo.callback(calls.close)
+            if welcome.arena == self.arena.id:
+                os.close(fd)
+            else:
+                self.arena.map(fd)
+            wire, again, fd = self._connect()
+            undo.callback(wire.close)
+            os.close(fd)
+            up = Up(calls, Waits(wire, self._poke), welcome)
+            if (again.arena, again.generation) != up.era:
+                raise ConnectionResetError("the daemon was started again meanwhile")
+            still = self._resume(up)
+            for seat in list(self._seats):
+                if refused := up.rejoin(seat, _GREETING_SECONDS):
+                    self.report(refused)  # it has no cache until the next time
+            with self._turn:
+                if self._closing:
+                    return
+                self._greeted = True
+                self.up = up
+            undo.pop_all()
+        for (era, plan), seat in still.items():
+            if (era, plan) not in self.out:  # settled while nobody listened
+                self.settle(seat, era, plan, ok=False)
+
+    def _connect(self) -> tuple[Wire, Welcome, int]:
+        hello = Hello(self._session, self._engine, "scheduler", 0, self.arena.id)
+        return connect(self.path, hello, _GREETING_SECONDS)
+
+    def _resume(self, up: Up) -> dict[tuple[Era, int], Seat]:
+        """Say which plans are out; those of an arena that is gone are over."""
+        with self._turn:  # whoever has had an answer on the session before has noted its plan
+            self.out = {key: seat for key, seat in self.out.items() if key[0].arena == up.era.arena}
+            still = dict(self.out)
+        if self._greeted:
+            pairs = np.array([(era.generation, plan) for era, plan in still], "<u8")
+            up.calls.put(encode(Resume(pairs.tobytes())), monotonic() + _GREETING_SECONDS)
+        return still

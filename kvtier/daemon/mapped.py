@@ -1,0 +1,63 @@
+"""The daemon's arena, mapped into this process by its descriptor."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.errors import ProtocolError
+
+__all__ = ["MappedArena"]
+
+_MADV_POPULATE_WRITE: Final = 23  # linux/mman.h; absent from the mmap module of 3.11
+_STEP_BYTES: Final = 64 << 20
+_libc: Final = ctypes.CDLL(None)
+
+
+class MappedArena:
+    """See Memory. One arena at a time, or none: then `memory` is empty and `id` 0.
+
+    A forked child has no such memory. Copies in flight keep what they copy from mapped: an arena
+    that is let go leaves with the last of them. `map` and `unmap` come from one thread; what they
+    set may be read from any.
+    """
+
+    def __init__(self) -> None:
+        self.id = 0
+        self.memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+
+    def map(self, fd: int) -> None:
+        """Map an arena, in place of the one before; `fd` is taken over.
+
+        Blocks while the pages are entered, without the GIL. Raises ProtocolError for memory that
+        could be taken back, and OSError.
+        """
+        self.unmap()
+        try:
+            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+            if not seals & fcntl.F_SEAL_SHRINK:
+                raise ProtocolError("the daemon's arena may shrink while it is mapped: not sealed")
+            status = os.fstat(fd)
+            mapping = mmap.mmap(fd, status.st_size)
+        finally:
+            os.close(fd)
+        mapping.madvise(mmap.MADV_DONTFORK)
+        memory = np.frombuffer(mapping, np.uint8)
+        for first in range(0, memory.size, _STEP_BYTES):
+            address = ctypes.c_void_p(memory.ctypes.data + first)
+            count = ctypes.c_size_t(min(_STEP_BYTES, memory.size - first))
+            if _libc.madvise(address, count, _MADV_POPULATE_WRITE):
+                break  # Linux before 5.14: the first touch enters each page
+        self.memory = memory  # before its name, which plans are compared with
+        self.id = status.st_ino
+
+    def unmap(self) -> None:
+        """Let the arena go. Idempotent."""
+        self.id = 0
+        self.memory = np.empty(0, np.uint8)

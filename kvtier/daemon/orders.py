@@ -1,0 +1,260 @@
+"""What an operator asks of a daemon, and what all of a desk's calls do."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from kvtier.catalog.explain import End, Explanation
+from kvtier.catalog.sweep import Removed
+from kvtier.clock import monotonic
+from kvtier.daemon import answers, messages
+from kvtier.daemon.frames import HEADER, decode, encode
+from kvtier.daemon.link import Link
+from kvtier.daemon.mapped import MappedArena
+from kvtier.daemon.messages import Message, Prompt
+from kvtier.daemon.remote import RemoteMetrics
+from kvtier.daemon.up import Ask, Up
+from kvtier.daemon.waits import Request
+from kvtier.daemon.wire import failure
+from kvtier.errors import ConfigError, KvtierError, MisuseError, ProtocolError
+from kvtier.identity.namespace import Namespace
+from kvtier.identity.shape import Shape
+from kvtier.metrics import Metrics
+from kvtier.prefix import Prefix
+from kvtier.seams import Future
+
+__all__ = ["NO_PROMPT", "Orders", "in_bounds"]
+
+_JOIN_SECONDS: Final = 10.0
+_OPERATOR_SECONDS: Final = 2.0  # that a call which is no engine's waits for the daemon
+_LEAVE_SECONDS: Final = 30.0
+_GRACE: Final = 1.0  # seconds beyond its own time that an answer may take
+_LONGEST: Final = 1e9  # see messages.Seconds
+NO_PROMPT: Final = Prompt(0, 0, b"", b"")
+"""Stands in a message until the prompt is named."""
+
+
+class Orders:
+    """One namespace's seat at a daemon, and the part of Desk that no engine's thread calls."""
+
+    def __init__(
+        self, link: Link, namespace: Namespace, shape: Shape, ranks: tuple[int, int]
+    ) -> None:
+        self.link = link
+        self._shape = shape
+        self._pid = os.getpid()
+        self.joining: Message = _joining(namespace, ranks)
+        self.owner = link.owner(namespace.digest)
+        self.metrics: Metrics = RemoteMetrics(self._figures)
+        self._left = False
+        self._bypass: bool | None = None  # what was set here
+        self._bypass_known = True
+        link.join(self, _JOIN_SECONDS)
+        up = link.up
+        self.tiers: tuple[str, ...] = up.tiers if up is not None else ("dram",)
+
+    # ---- the link's side
+
+    def returning(self) -> Iterator[Message]:
+        """See Seat."""
+        yield self.joining
+        if self._bypass is not None:
+            yield messages.Bypass(0, self._bypass)
+
+    @property
+    def arena(self) -> MappedArena:
+        """See Desk."""
+        return self.link.arena
+
+    @property
+    def arena_id(self) -> int:
+        """See Desk."""
+        return self.link.arena.id
+
+    # ---- what an operator asks
+
+    def invalidate(self, prefix: Prefix, first: int, timeout: float) -> Removed:
+        """See Desk. Where no answer comes, no tier is known to have done it."""
+
+        def done(_up: Up, reply: Message | None) -> Removed:
+            return _removed(reply) or Removed(0, 0, self.tiers)
+
+        asked = messages.Invalidate(
+            0, NO_PROMPT, min(int(first), len(prefix.keys)), in_bounds(timeout)
+        )
+        future: Future[Removed] = self._begin(asked, timeout, done, prefix=prefix)
+        return future.result()
+
+    def purge(self, digest: bytes, timeout: float, progress: Callable[[int], None]) -> Removed:
+        """See Desk."""
+
+        def done(_up: Up, reply: Message | None) -> Removed:
+            removed = _removed(reply)
+            if removed is None:
+                raise TimeoutError("the daemon has not ended the purge in time")
+            return removed
+
+        asked = messages.Purge(0, digest, in_bounds(timeout))
+        future: Future[Removed] = self._begin(asked, timeout, done, progress=progress)
+        return future.result()
+
+    def clear(self, tier: str, timeout: float) -> None:
+        """See Desk."""
+        asked = messages.Clear(0, tier, in_bounds(timeout))
+        future: Future[bool] = self._begin(asked, timeout, _told)
+        if not future.result():
+            raise TimeoutError(f"the daemon has not cleared {tier} in time")
+
+    def flush(self, timeout: float) -> bool:
+        """See Desk."""
+        asked = messages.Flush(0, in_bounds(timeout))
+        future: Future[bool] = self._begin(asked, timeout, _told)
+        return future.result()
+
+    def explain(self, prefix: Prefix) -> Explanation:
+        """See Desk."""
+        how = Ask(prefix, within=_OPERATOR_SECONDS)
+        found = self._ask(messages.Explain(0, NO_PROMPT), how)
+        if found is not None and isinstance(found[1], answers.Explained):
+            return found[1].explanation
+        return Explanation(len(prefix.tokens), 0, End(0, "the daemon does not answer."), ())
+
+    def figures(self) -> dict[str, float]:
+        """See Desk."""
+        return self.metrics.snapshot()
+
+    def _figures(self) -> dict[str, float] | None:
+        found = self._ask(messages.Figures(), Ask(within=_OPERATOR_SECONDS))
+        return found[1].figures if found and isinstance(found[1], answers.Answer) else None
+
+    @property
+    def bypass(self) -> bool:
+        """See Desk."""
+        if not self._bypass_known:
+            return True
+        found = self._ask(messages.Bypass(0, None), Ask(within=_OPERATOR_SECONDS))
+        if found is not None and isinstance(found[1], answers.Told):
+            return found[1].value
+        return bool(self._bypass)
+
+    @bypass.setter
+    def bypass(self, on: bool) -> None:
+        self._bypass = on
+        found = self._ask(messages.Bypass(0, on), Ask(within=_OPERATOR_SECONDS))
+        self._bypass_known = found is not None or not on  # till then it is bypassed here alone
+
+    def unpin(self) -> None:
+        """See Desk."""
+        self._left = True
+        self._ask(messages.Unpin(0), Ask(within=_OPERATOR_SECONDS))
+
+    def leave(self) -> None:
+        """See Desk."""
+        up = self.link.up
+        if up is not None and not up.owed:
+            future: Future[bool] = self._begin(messages.Leave(0), _LEAVE_SECONDS, _told)
+            future.result()
+        if self.link.leave(self):
+            self.link.close()
+
+    # ---- what all of these do
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise MisuseError("a lease does not cross fork; its parent holds it")
+
+    def _ask(self, message: Message, how: Ask) -> tuple[Up, Message] | None:
+        """Ask. What the daemon refuses is no answer, and said once: it is nobody's call's fault."""
+        if how.prefix is not None and len(how.prefix.keys) > messages.MOST_CHUNKS:
+            return None
+        try:
+            return self.link.ask(self, message, how)
+        except MisuseError:
+            raise
+        except (KvtierError, TimeoutError) as error:
+            self.link.report(str(error))
+            return None
+
+    def _begin(
+        self,
+        message: Any,
+        within: float,
+        done: Callable[[Up, Message | None], Any],
+        *,
+        prefix: Prefix | None = None,
+        progress: Callable[[int], None] | None = None,
+        late: Callable[[Up, Message], None] | None = None,
+    ) -> Future[Any]:
+        """Ask for what takes its time. done: makes the future's result of the answer, or None."""
+        up = self.link.up
+        many = prefix is not None and len(prefix.keys) > messages.MOST_CHUNKS
+        if up is None or many or not up.address(self, message):
+            return _answered(done)
+        if prefix is not None:
+            up.name(message, prefix)
+
+        def finish(reply: Message | None) -> Any:
+            if isinstance(reply, answers.Failed):
+                if late is None and prefix is None:  # an operator's
+                    raise failure(reply)
+                self.link.report(reply.text)
+                reply = None
+            return done(up, reply)
+
+        request = Request(
+            message,
+            monotonic() + in_bounds(within) + _GRACE,
+            finish,
+            functools.partial(late, up) if late is not None else None,
+            functools.partial(up.name, message, prefix, whole=True) if prefix else None,
+            progress,
+        )
+        return up.waits.begin(request)
+
+
+def _joining(namespace: Namespace, ranks: tuple[int, int]) -> messages.Join:
+    """Return what asks for a namespace. Raises ConfigError for one that no message holds."""
+    join = messages.Join(
+        namespace.model,
+        namespace.geometry,
+        namespace.revision,
+        namespace.config_digest,
+        namespace.quantisation,
+        namespace.kv_scales,
+        namespace.draft,
+        namespace.tenant,
+        *ranks,
+    )
+    try:
+        decode(join.KIND, encode(join)[HEADER.size :])
+    except ProtocolError as error:
+        raise ConfigError(f"a daemon cannot be told this namespace: {error}") from error
+    return join
+
+
+def in_bounds(value: float) -> float:
+    """Return a time as messages carry it."""
+    return min(max(float(value), 0.0), _LONGEST)
+
+
+def _told(_up: Up, reply: Message | None) -> bool:
+    return isinstance(reply, answers.Told) and reply.value
+
+
+def _removed(reply: Message | None) -> Removed | None:
+    if not isinstance(reply, answers.Removed):
+        return None
+    return Removed(reply.parts, reply.unconfirmed, reply.unlisted)
+
+
+def _answered(done: Callable[[Any, Message | None], Any]) -> Future[Any]:
+    """Return the future of a request that could not be sent."""
+    future: Future[Any] = Future()
+    try:
+        future.set_result(done(None, None))
+    except TimeoutError as error:
+        future.set_exception(error)
+    return future

@@ -1,0 +1,120 @@
+"""What a daemon's client hands out: leases, slots and figures that are kept elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+from kvtier.catalog.catalog import Part
+from kvtier.catalog.lease import Keeper, Lease, LeaseState
+from kvtier.clock import monotonic
+from kvtier.daemon.up import Era, Up
+from kvtier.errors import MisuseError
+from kvtier.identity.record import RecordId
+from kvtier.memory.arena import Slot
+from kvtier.metrics import TABLE, Metrics
+
+__all__ = ["RemoteLease", "RemoteMetrics", "Taken"]
+
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED: Final = re.compile(r"\\(.)")
+
+
+class Origin(Keeper, Protocol):
+    """The desk that a lease is of."""
+
+    owner: int
+
+    @property
+    def link(self) -> object:
+        """The session's link."""
+        ...
+
+    def stands(self, lease: RemoteLease) -> bool:
+        """Say whether the daemon still knows the lease."""
+        ...
+
+
+class RemoteLease(Lease):
+    """See Lease. number: the daemon's; up: the session that it is good for.
+
+    It ends with that session, too, and by this process's clock at the latest.
+    """
+
+    __slots__ = ("_found", "number", "origin", "up")
+    _found: LeaseState
+
+    def __init__(
+        self,
+        span: tuple[int, int],
+        names: Sequence[Sequence[RecordId]],
+        slots: tuple[tuple[Slot, ...], ...],
+        deadline: float,
+        origin: Origin,
+        key: tuple[Up, int],
+    ) -> None:
+        self.origin = origin
+        self.up, self.number = key
+        first, tokens = span
+        super().__init__(first, tokens, names, ((),) * len(names), slots, deadline, origin)
+
+    @property
+    def state(self) -> LeaseState:
+        """See Lease."""
+        if self._found is LeaseState.HELD and (
+            monotonic() >= self.deadline or not self.origin.stands(self)
+        ):
+            self._found = LeaseState.EXPIRED
+        return self._found
+
+    @state.setter
+    def state(self, state: LeaseState) -> None:
+        self._found = state
+
+
+class Taken(list[tuple[Part, Slot]]):
+    """Slots that a save fills. era: of the daemon that gave them."""
+
+    def __init__(self, parts: Sequence[tuple[Part, Slot]], era: Era) -> None:
+        super().__init__(parts)
+        self.era = era
+
+
+class RemoteMetrics(Metrics):
+    """The daemon's figures. Each look asks; without an answer the last one holds."""
+
+    def __init__(self, ask: Callable[[], dict[str, float] | None]) -> None:
+        super().__init__()
+        self._ask = ask
+        self._pid = os.getpid()
+
+    def get(self, name: str, **labels: str) -> float:
+        """See Metrics. Waits for the daemon, bounded."""
+        self._refresh()
+        return super().get(name, **labels)
+
+    def snapshot(self) -> dict[str, float]:
+        """See Metrics. Waits for the daemon, bounded."""
+        self._refresh()
+        return super().snapshot()
+
+    def _refresh(self) -> None:
+        if os.getpid() != self._pid:
+            raise MisuseError("a daemon's figures do not cross fork; open a cache in the child")
+        values = self._ask()
+        if values is not None:
+            read = {_read(series): value for series, value in values.items()}
+            with self._lock:  # without what another release may count
+                self._values = {key: value for key, value in read.items() if key[0] in TABLE}
+
+
+def _read(series: str) -> tuple[str, tuple[str, ...]]:
+    """Return name and values of the labels of ``name{label="value"}``."""
+    name, _, labels = series.partition("{")
+    return name, tuple(_plain(found[2]) for found in _LABEL.finditer(labels))
+
+
+def _plain(text: str) -> str:
+    return _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], text)

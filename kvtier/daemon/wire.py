@@ -1,0 +1,193 @@
+"""One connection to a daemon: frames in and out, and the words that open it."""
+
+from __future__ import annotations
+
+import array
+import os
+import select
+import socket
+from typing import Final
+
+from kvtier import errors
+from kvtier.clock import monotonic
+from kvtier.daemon.answers import Closing, Failed, Welcome
+from kvtier.daemon.frames import HEADER, decode, encode, open_frame
+from kvtier.daemon.messages import Hello, Message
+from kvtier.errors import KvtierError, ProtocolError
+
+__all__ = ["Wire", "connect", "failure"]
+
+_BUFFER_BYTES: Final = 128 << 10
+
+
+class Wire:
+    """Frames over a connected stream socket. One thread at a time sends, one receives."""
+
+    def __init__(self, link: socket.socket) -> None:
+        link.setblocking(False)  # noqa: FBT003  (no keyword)
+        self._link = link
+        self._poll_in = select.poll()
+        self._poll_in.register(link, select.POLLIN)
+        self._poll_out = select.poll()
+        self._poll_out.register(link, select.POLLOUT)
+        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._first = self._end = 0  # what has arrived and was not taken
+        self.unsent = bytearray()
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor."""
+        return self._link.fileno()
+
+    def put(self, frame: bytes, until: float) -> bool:
+        """Send a frame, or what is left unsent; False when time runs out, and the rest is kept.
+
+        Raises OSError once the other side is gone.
+        """
+        if not self.unsent:
+            try:
+                sent = self._link.send(frame)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(frame):
+                return True
+            frame = frame[sent:]
+        self.unsent += frame
+        while self.unsent:
+            left = until - monotonic()
+            if not self._poll_out.poll(max(left, 0) * 1e3) and left <= 0:
+                return False
+            try:
+                del self.unsent[: self._link.send(self.unsent)]
+            except BlockingIOError:
+                continue
+        return True
+
+    def take(self, until: float) -> tuple[int, Message] | None:
+        """Return the next message with its number; None when time runs out.
+
+        Raises ConnectionError once the other side is gone or says so, and ProtocolError.
+        """
+        while (found := self._complete()) is None:
+            left = until - monotonic()
+            if not self._poll_in.poll(max(left, 0) * 1e3):
+                if left <= 0:
+                    return None
+                continue
+            try:
+                count = self._link.recv_into(self._view[self._end :])
+            except BlockingIOError:
+                continue
+            if not count:
+                raise ConnectionResetError("the daemon has closed the connection")
+            self._end += count
+        if isinstance(found[1], Closing):
+            raise ConnectionResetError("the daemon ends")
+        return found
+
+    def _complete(self) -> tuple[int, Message] | None:
+        """Take a message out of what has arrived, if one is whole; make room for the next."""
+        size, have = HEADER.size, self._end - self._first
+        if have >= size:
+            kind, length, number = open_frame(self._view[self._first : self._first + size])
+            begin = self._first + size
+            if have >= size + length:
+                message = decode(kind, self._view[begin : begin + length])
+                self._first = begin + length
+                if self._first == self._end:
+                    self._first = self._end = 0
+                return number, message
+            size += length
+        if self._first or size > len(self._view):
+            rest = bytes(self._view[self._first : self._end])
+            if size > len(self._view):
+                self._view = memoryview(bytearray(size))
+            self._view[: len(rest)] = rest
+            self._first, self._end = 0, len(rest)
+        return None
+
+    def feed(self, data: bytes) -> None:
+        """Take in what was received before this wire was made of the socket."""
+        self._view[: len(data)] = data
+        self._end = len(data)
+
+    def end(self) -> None:
+        """End the connection for both sides and all copies of its descriptor. From any thread."""
+        try:
+            self._link.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return  # the other side was first
+
+    def close(self) -> None:
+        """Give the descriptor back: no other thread may use it then."""
+        self.end()
+        self._link.close()
+
+
+def connect(path: str, hello: Hello, seconds: float) -> tuple[Wire, Welcome, int]:
+    """Open a connection and greet; return it, the answer, and the arena's descriptor. Blocks.
+
+    Raises OSError where nobody listens or answers in time, ProtocolError for another version, and
+    what the daemon refuses with.
+    """
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    fds: list[int] = []
+    try:
+        link.settimeout(seconds)
+        link.connect(path)
+        _greet(link, hello)
+        data, fds = _first_bytes(link)
+        wire = Wire(link)
+        wire.feed(data)
+        welcome = _welcome(wire, len(fds), seconds)
+    except BaseException:
+        link.close()
+        for fd in fds:
+            os.close(fd)
+        raise
+    return wire, welcome, fds[0]
+
+
+def _welcome(wire: Wire, fds: int, seconds: float) -> Welcome:
+    """Read the answer to Hello."""
+    found = wire.take(monotonic() + seconds)
+    if found is None:
+        raise TimeoutError("the daemon does not answer")
+    if isinstance(found[1], Failed):
+        raise failure(found[1])
+    if not isinstance(found[1], Welcome) or fds != 1:
+        raise ProtocolError(f"a {type(found[1]).__name__} with {fds} descriptors is no welcome")
+    return found[1]
+
+
+def _greet(link: socket.socket, hello: Hello) -> None:
+    """Say hello, and hand over this process's descriptor."""
+    pidfd = os.pidfd_open(os.getpid())
+    try:
+        frame = encode(hello, 1)
+        sent = socket.send_fds(link, [frame], [pidfd])
+        link.sendall(frame[sent:])
+    finally:
+        os.close(pidfd)
+
+
+def _first_bytes(link: socket.socket) -> tuple[bytes, list[int]]:
+    """Return the first bytes of the answer, and the descriptors that come with them."""
+    item = array.array("i").itemsize
+    room = socket.CMSG_SPACE(4 * item)
+    data, extra, _, _ = link.recvmsg(4096, room, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, raw in extra:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(raw[: len(raw) - len(raw) % item])
+    if not data:
+        for fd in fds:
+            os.close(fd)
+        raise ConnectionResetError("the daemon closed the connection without a word")
+    return data, list(fds)
+
+
+def failure(failed: Failed) -> KvtierError | TimeoutError:
+    """Return the exception that an answer stands for."""
+    kind = TimeoutError if failed.error == "TimeoutError" else getattr(errors, failed.error)
+    error: KvtierError | TimeoutError = kind(failed.text)
+    return error
