@@ -61,7 +61,7 @@ sim: setup  ## 10,000 simulated schedules, and each named guard taken away once,
 campaign: setup  ## 100,000, and every guard in the catalog's source taken away (hours)
 	@$(BIN)/kvtier sim --schedules 100000 --sweep 1000 --mutate all --json campaign.json
 
-fuzz: setup  ## 1,000,000 hostile inputs to what reads a daemon's sockets, into fuzz.json
+fuzz: setup  ## 1,000,000 hostile inputs to a daemon's frames and sessions, into fuzz.json
 	@$(BIN)/python -m kvtier.testing.fuzz --inputs 1000000 --json fuzz.json
 
 clean:  ## remove what was built and cached, but not .venv

@@ -1,9 +1,11 @@
-"""Fuzz: what a daemon reads from its sockets.
+"""Fuzz: what a daemon reads from its sockets, and what it makes of it.
 
     python -m kvtier.testing.fuzz [--inputs N] [--seed N] [--json FILE]
 
 Every input goes through the frames as a connection's bytes do. Nothing but ProtocolError may come
-out, and what is read takes no more memory than its length allows. The last line is a JSON object.
+out, and what is read takes no more memory than its length allows. What passes is said to live
+Sessions by a hostile client; nothing but a KvtierError may come out there, and an honest client
+that saves and loads beside it must find every byte as it was. The last line is a JSON object.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 import time
 import tracemalloc
 from collections import Counter
@@ -21,11 +24,14 @@ from typing import Final
 from kvtier.daemon.frames import HEADER, decode, encode, open_frame
 from kvtier.daemon.messages import MOST_CHUNKS, Message
 from kvtier.errors import ProtocolError
+from kvtier.testing.besieged import Besieged
 from kvtier.testing.hostile import hostile
 
 __all__ = ["Findings", "fuzz", "memory_limit", "memory_taken", "messages_in"]
 
 _WEIGHED: Final = 32  # one input in so many is weighed
+_CHECKED: Final = 1_000  # after so many the honest client has its turn
+_LIVED: Final = 5_000  # after so many the hostile client's process is killed
 
 
 def messages_in(data: bytes) -> list[Message]:
@@ -64,6 +70,12 @@ class Findings:
     most_bytes: int = 0
     most_memory: int = 0
     slowest_ms: float = 0.0
+    taken: int = 0
+    slowest_taken_ms: float = 0.0
+    honest_checks: int = 0
+    honest_refused: int = 0
+    hostile_deaths: int = 0
+    held: int = 0
 
 
 def memory_taken(data: bytes) -> int:
@@ -106,16 +118,38 @@ def _feed(found: Findings, data: bytes, number: int) -> list[Message]:
 def fuzz(inputs: int, seed: int = 0) -> Findings:
     """Try so many inputs. Raises AssertionError, with the input, for the first that breaks."""
     found = Findings(seed)
-    for number in range(inputs):
-        way, data = hostile(seed, number)
-        found.ways[way] += 1
-        found.inputs += 1
+    with tempfile.TemporaryDirectory(prefix="kvtier-fuzz-") as name:
+        besieged = Besieged(Path(name), seed)
         try:
-            _feed(found, data, number)
-        except Exception as error:
-            text = f"input {number} of seed {seed} ({way}, {len(data)} bytes): {error!r}"
-            raise AssertionError(f"{text}\n{data[:512].hex()}") from error
+            for number in range(inputs):
+                _try(found, besieged, number)
+            besieged.check()
+            found.held = besieged.held()
+            assert not found.held, f"{found.held} slots are held when all is over"
+        finally:
+            besieged.close()
+    found.taken = sum(n for what, n in besieged.said.items() if what.endswith(" taken"))
+    found.slowest_taken_ms = besieged.slowest_ms
+    found.honest_checks, found.honest_refused = besieged.checks, besieged.refused
+    found.hostile_deaths = besieged.deaths
     return found
+
+
+def _try(found: Findings, besieged: Besieged, number: int) -> None:
+    """Try one input."""
+    way, data = hostile(found.seed, number)
+    found.ways[way] += 1
+    found.inputs += 1
+    try:
+        for message in _feed(found, data, number):
+            besieged.say(message)
+        if number % _CHECKED == 0:
+            besieged.check()
+        if number % _LIVED == _LIVED - 1:
+            besieged.succeed()
+    except Exception as error:
+        text = f"input {number} of seed {found.seed} ({way}, {len(data)} bytes): {error!r}"
+        raise AssertionError(f"{text}\n{data[:512].hex()}") from error
 
 
 def main() -> None:

@@ -18,12 +18,16 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from kvtier.daemon import frames, messages
+from kvtier.daemon.calls import Calls
 from kvtier.daemon.frames import HEADER, KINDS, VERSION, decode, encode, open_frame
 from kvtier.daemon.messages import LARGE, MOST_CHUNKS, Message
-from kvtier.errors import ConfigError, ProtocolError
+from kvtier.daemon.out import Outs
+from kvtier.daemon.sessions import Session, Sessions
+from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.geometry import DTYPE_BYTES, LAYOUT, Component, Geometry, Needs
+from kvtier.local import LocalDesk
 from kvtier.memory.arena import Slot
-from kvtier.testing import fuzz
+from kvtier.testing import besieged, fuzz
 from kvtier.testing.hostile import WAYS, hostile
 from kvtier.testing.wire import NUMBER, SAMPLES
 
@@ -234,11 +238,47 @@ def test_a_geometry_that_cannot_be_is_refused():
 
 
 def test_hostile_input_is_a_protocol_error_and_nothing_else():
-    found = fuzz.fuzz(INPUTS)
+    found = fuzz.fuzz(INPUTS)  # what passes goes on to live sessions
     assert found.inputs == INPUTS
     assert set(found.ways) == set(WAYS)
     assert found.refused > INPUTS // 3
     assert found.messages > INPUTS // 10
+
+
+def test_what_is_well_formed_harms_neither_the_daemon_nor_another_client():
+    found = fuzz.fuzz(INPUTS, seed=1)
+    assert found.taken > INPUTS // 20
+    assert found.honest_checks > INPUTS // 1000
+    assert found.honest_refused < found.honest_checks // 2
+    assert found.hostile_deaths >= INPUTS // 5000
+    assert not found.held
+
+
+def test_without_its_guard_one_session_would_end_the_desk_of_another(monkeypatch):
+    found: list[Sessions] = []
+    opened = Sessions.__init__
+
+    def noted(self: Sessions, *given: Any, **named: Any) -> None:
+        found.append(self)
+        opened(self, *given, **named)
+
+    def any_desk(session: Session, number: int) -> LocalDesk:
+        for one in [session, *found[-1]._all.values()]:
+            if number in one.desks:
+                return one.desks[number]
+        raise MisuseError("no such desk")
+
+    monkeypatch.setattr(Sessions, "__init__", noted)
+    monkeypatch.setattr(Calls, "_desk", staticmethod(any_desk))
+    with pytest.raises(AssertionError, match=r"input \d+ of seed 0"):
+        fuzz.fuzz(5_000)
+
+
+def test_without_its_guard_the_slots_of_the_dead_would_be_held(monkeypatch):
+    monkeypatch.setattr(Outs, "died", lambda self, who: None)
+    monkeypatch.setattr(besieged, "_WAIT_SECONDS", 2.0)
+    with pytest.raises(AssertionError, match="slots are held when all is over"):
+        fuzz.fuzz(5_000)
 
 
 def test_the_same_seed_gives_the_same_input():
