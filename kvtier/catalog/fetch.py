@@ -103,8 +103,8 @@ class Fetcher:
             self._catalog.release_rows([row for rows in chunks for row in rows])
 
     def _source(self, rows: tuple[int, ...], reading: Mapping[int, asyncio.Future[int]]) -> str:
-        done = (reading[row] for row in rows if row in reading)
-        tier = max((one.result() for one in done if one.done()), default=DRAM)
+        read = (reading[row] for row in rows if row in reading)  # ended: a lease is of DRAM
+        tier = max((one.result() for one in read), default=DRAM)
         return self._tiers[tier].name if tier in self._tiers else "dram"
 
     def _start(self, fresh: Sequence[int]) -> None:

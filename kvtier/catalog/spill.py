@@ -374,12 +374,13 @@ class Spiller:
         rows, needed = [job.row for job in jobs], self._sizes(jobs)
         needed[NOBODY] = needed.get(NOBODY, 0) + self._strays.nbytes
         victims: dict[RecordId, int] = {}
-        while lot := self._catalog.evict(
-            self._number, needed, at_least=extra - len(victims), below=rows
-        ):
+        while True:
+            lot = self._catalog.evict(
+                self._number, needed, at_least=extra - len(victims), below=rows
+            )
             victims |= {victim.name: victim.charged for victim in lot}
             if len(lot) < LOT:
                 break
             await asyncio.sleep(0)  # engine threads wait for the Catalog's lock
-        if victims:
+        if victims:  # or the strays would be tried twice
             await self._strays.delete(victims)

@@ -17,18 +17,9 @@ FOUND_BY: Final = Path(__file__).with_name("found_by.txt")
 """Names of tests; below each, indented, the guards without which it fails."""
 
 HARMLESS: Final[dict[str, tuple[str, ...]]] = {
-    "an empty lot is smaller than a lot, and ends the loop all the same": (
-        "spill.Spiller._make_room:always-e5e7",
-    ),
-    "it asks once more, and what it gets is an empty lot": ("spill.Spiller._make_room:never-a0ec",),
-    "without victims it tries the strays again, as each batch does": (
-        "spill.Spiller._make_room:always-29b3",
-    ),
-    "a read of no rows ends at once": ("fetch.Fetcher._start:always-6d7a",),
     "nothing is named None; that it is left out is for the types": (
         "catalog.Catalog.reserve:always-c978",
     ),
-    "what a lease holds is in DRAM, so its read has ended": ("fetch.Fetcher._source:always-39b9",),
 }
 """By reason: the guards of which it is true."""
 

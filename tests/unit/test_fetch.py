@@ -123,6 +123,17 @@ def test_no_tier_is_asked_for_what_it_has_not(bench):
     assert len(bench.strays[FAST]) == 0
 
 
+def test_a_read_begins_for_each_group_of_parts_and_none_for_nothing(bench):
+    parts = chain(4)
+    bench.keep(parts[:2], FAST)
+    bench.keep(parts[2:], SLOW)
+    begun = []
+    for wanted in (parts, parts):  # the second time all are in DRAM
+        bench.fetched(wanted)
+        begun.append(bench.fetcher._serial)
+    assert begun == [2, 2]
+
+
 def test_what_is_partly_there_says_so(bench):
     parts = chain(3)
     bench.keep(parts, SLOW)

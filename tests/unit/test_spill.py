@@ -175,6 +175,8 @@ def test_what_dram_evicts_at_its_turn_is_passed_over(new_spill, monkeypatch):
     bench.spill(parts)
     assert bench.disk.calls == []
     assert bench.dropped("evicted") == 2
+    assert bench.dropped("withdrawn") == 0
+    assert not any(bench.catalog._index.holds)
 
 
 @pytest.mark.parametrize("when", ["queued", "written"])

@@ -172,6 +172,20 @@ def test_room_is_made_for_strays_that_cannot_be_deleted_too(new_spill):
     assert bench.dropped("full") == 0
 
 
+def test_strays_that_cannot_be_deleted_are_tried_before_a_batch_and_after_it(new_spill):
+    bench = new_spill()
+    tried = []
+
+    async def failing(names):
+        tried.append(names)
+        return [Status.FAILED] * len(names)
+
+    bench.disk.delete = failing
+    bench.strays.note(b"x" * 40, FOOTPRINT)
+    bench.spill(chain(1))
+    assert tried == [[b"x" * 40]] * 2
+
+
 def test_after_strays_room_is_made_as_ever(new_spill):
     bench = new_spill(16, 4 * FOOTPRINT)
     bench.spill(chain(4))
