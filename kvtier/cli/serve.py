@@ -90,14 +90,17 @@ def _run(found: Sequence[Principal], tell: _Teller) -> int:
     from kvtier.daemon.supervisor import Supervisor
 
     bell = os.eventfd(0, os.EFD_CLOEXEC)
-    handlers = {
-        number: signal.signal(number, lambda *_: os.eventfd_write(bell, 1)) for number in _SIGNALS
-    }
     running: list[Supervisor] = []
+
+    def end(*_: object) -> None:
+        for supervisor in running:
+            supervisor.end()
+        os.eventfd_write(bell, 1)
+
     with contextlib.ExitStack() as undo:
         undo.callback(os.close, bell)
-        for number, handler in handlers.items():
-            undo.callback(signal.signal, number, handler)
+        for number in _SIGNALS:
+            undo.callback(signal.signal, number, signal.signal(number, end))
         for one in found:  # all of them, before a thread runs: a place is taken as its user
             running.append(Supervisor(one.settings, one.path, tell=_restarts(one, tell)))
             undo.callback(running[-1].close)
@@ -105,12 +108,11 @@ def _run(found: Sequence[Principal], tell: _Teller) -> int:
             started = supervisor.start(ended=lambda: os.eventfd_write(bell, 1))
             tell("ready", **_described(one, supervisor, started))
         _notify("READY=1")
-        os.eventfd_read(bell)
+        os.read(bell, 8)  # goes on after a signal, which eventfd_read does not
         _notify("STOPPING=1")
-        for supervisor in running:
-            supervisor.end()
+        end()
     tell("ended", pid=os.getpid())
-    return 0
+    return 1 if any(supervisor.failed for supervisor in running) else 0
 
 
 def _restarts(one: Principal, tell: _Teller) -> Callable[[Started], None]:

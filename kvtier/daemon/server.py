@@ -43,7 +43,8 @@ def main() -> int:
     if os.getppid() != parent:
         return 1
     logging.basicConfig(format="%(name)s: %(message)s", level=logging.INFO)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal's: the supervisor says when
+    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal's: the supervisor says when
+        signal.signal(number, signal.SIG_IGN)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with socket.socket(fileno=link) as told, socket.socket(fileno=listening) as door:
@@ -63,6 +64,7 @@ def main() -> int:
         welcome = sessions.welcome
         told.send(msgspec.json.encode(Started(welcome.generation, os.getpid(), welcome.tiers)))
         server.serve()
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sessions.close()
         server.close()
     return 0

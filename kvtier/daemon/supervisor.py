@@ -48,8 +48,11 @@ class Supervisor:
     """One principal's daemon: takes path and memory when it is made. See ``start``.
 
     tell: called by the supervising thread whenever a server has started.
+    program: what runs a server, after the Python that it runs in.
     Raises ConfigError for a path that another daemon has, and for more memory than there is.
     """
+
+    program: tuple[str, ...] = ("-P", "-m", "kvtier.daemon.server")
 
     def __init__(
         self,
@@ -100,14 +103,19 @@ class Supervisor:
         ended: called by that thread when the daemon has ended. Raises ConfigError for what the
         server cannot be started with, and TimeoutError; all is closed then.
         """
-        done = self._pool.submit(self._run)
+        self._done = self._pool.submit(self._run)
         if ended is not None:
-            done.add_done_callback(lambda _: ended())
+            self._done.add_done_callback(lambda _: ended())
         try:
             return self._first.result(timeout)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has ended by a defect, and not in order."""
+        return self._done.done() and self._done.exception() is not None
 
     def end(self) -> None:
         """Have the server end in order, from any thread. Returns at once; ``close`` waits."""
@@ -134,7 +142,7 @@ class Supervisor:
                 try:
                     why = self._serve_once()
                 except OSError as error:  # no process, no descriptor
-                    why = f"cannot be started ({error.strerror})"
+                    why = f"the server cannot be started ({error.strerror})"
                 if self._ending.is_set():
                     return
                 if not self._first.done():
@@ -142,7 +150,7 @@ class Supervisor:
                     return
                 failed = 0 if self._clock() - started > _LIVED else failed + 1
                 delay = _DELAYS[min(failed, len(_DELAYS) - 1)]
-                _log.warning("the server of %s %s; it starts again", self.path, why)
+                _log.warning("%s: %s; it starts again", self.path, why)
                 self._rest(delay)
         finally:
             self.place.remove()
@@ -173,21 +181,18 @@ class Supervisor:
                 status = process.wait()
         if status == 0:  # somebody ended it in order
             self._ending.set()
-        if said:
-            return said
-        return f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return said or _why(status, first=not self._first.done())
 
     def _spawn(self, link: int) -> subprocess.Popen[bytes]:
         numbers = [self.place.socket.fileno(), self._arena, self._grants, self._settings, link]
         root = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        module = [sys.executable, "-P", "-m", "kvtier.daemon.server"]
         return subprocess.Popen(  # noqa: S603  (our own command)
-            [*module, *map(str, [*numbers, os.getpid()])],
+            [sys.executable, *self.program, *map(str, [*numbers, os.getpid()])],
             pass_fds=numbers,
             env={**os.environ, "PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
+            stdout=_errors(),
         )
 
     def _watch(self, link: socket.socket, pidfd: int) -> str:
@@ -208,12 +213,12 @@ class Supervisor:
             elif pidfd in ready:
                 return wrong
             if self._bell in ready:
-                os.eventfd_read(self._bell)
+                poll.unregister(self._bell)
                 self.place.remove()
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
                 until = self._clock() + _END_SECONDS
             if self._clock() >= until:
-                return "did not end in time"
+                return "the server did not end in time"
 
     def _heard(self, said: bytes) -> str:
         """Take what the server says: that it serves, or why it cannot."""
@@ -242,6 +247,25 @@ class Supervisor:
         self.place.let_go()
         while self._open:
             os.close(self._open.pop())
+
+
+def _why(status: int, *, first: bool) -> str:
+    """Say how a server ended. first: before it ever served."""
+    if status >= 0:
+        return f"the server ended with status {status}; see what it wrote"
+    why = f"the server was ended by signal {-status}"
+    if first and -status in {signal.SIGKILL, signal.SIGBUS}:
+        why += "; is the memory limit (MemoryMax=, memory.max) below dram? Ask for less"
+    return why
+
+
+def _errors() -> int:
+    """Return where a server writes: this process's standard error, if it is open."""
+    try:
+        os.fstat(2)
+    except OSError:
+        return subprocess.DEVNULL
+    return 2
 
 
 _running: list[Supervisor] = []

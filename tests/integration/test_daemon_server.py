@@ -1,0 +1,401 @@
+"""The daemon as operators run it: what it survives, how it ends, and that no two share a place."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier.daemon import supervisor as supervisors
+from kvtier.daemon.answers import Answer, Closing
+from kvtier.daemon.frames import encode
+from kvtier.daemon.messages import Figures, Hello
+from kvtier.daemon.place import Place
+from kvtier.daemon.settings import Settings
+from kvtier.daemon.supervisor import Supervisor
+from kvtier.testing.daemon import children, running
+from kvtier.testing.daemonloop import soon
+from kvtier.testing.rawclient import RawClient, hello
+
+DRAM = "dram:8MiB"
+
+
+def greeted(path, seconds=20.0):
+    """Connect until a server answers; what it welcomes with, and the arena's inode."""
+    until = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(EOFError, ConnectionError), RawClient(path) as client:
+            welcome = client.greet()
+            return welcome, os.fstat(client.descriptors[0]).st_ino
+        assert time.monotonic() < until
+
+
+def for_ever(call, *args):
+    while True:
+        call(*args)
+
+
+def refuses(path) -> bool:
+    try:
+        RawClient(path).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def gone(pid) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    return True
+
+
+@pytest.fixture
+def supervised(tmp_path):
+    """Start supervisors in this process, which end with the test."""
+    made = []
+
+    def start(*urls, path="s", **given):
+        made.append(Supervisor(Settings(urls or (DRAM,), os.geteuid()), tmp_path / path, **given))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+# ---- a server dies, a supervisor dies, both end in order
+
+
+def test_a_killed_server_comes_back_with_the_same_arena_and_the_next_generation():
+    with running(DRAM) as daemon:
+        first, inode = greeted(daemon.path)
+        assert (first.generation, first.tiers, first.nbytes) == (1, ("dram",), 8 << 20)
+        assert first.arena == inode
+        with RawClient(daemon.path) as client:
+            client.greet()
+            for generation in (2, 3):
+                os.kill(daemon.server_pid(), signal.SIGKILL)
+                soon(daemon.server_pid)
+                welcome, _ = greeted(daemon.path)
+                assert (welcome.generation, welcome.arena) == (generation, inode)
+            assert client.ended()
+        assert "was ended by signal 9; it starts again" in daemon.log.read_text()
+
+
+def test_clients_that_come_while_there_is_no_server_are_served_by_the_next():
+    with running(DRAM) as daemon:
+        pid = daemon.server_pid()
+        os.kill(pid, signal.SIGSTOP)
+        with RawClient(daemon.path) as client:
+            pidfd = os.pidfd_open(os.getpid())
+            client.say(hello(), 1, passing=pidfd)  # in the socket's queue, not accepted
+            os.close(pidfd)
+            os.kill(pid, signal.SIGKILL)
+            assert client.read()[0].generation == 2
+
+
+def orphaned(tmp_path, program) -> bool:
+    """Kill a supervisor; say whether its server ends, too."""
+    script = (
+        "import os, sys; from kvtier.daemon.supervisor import Supervisor;"
+        "from kvtier.daemon.settings import Settings;"
+        "Supervisor.program = tuple(sys.argv[2:]) or Supervisor.program;"
+        f"s = Supervisor(Settings(({DRAM!r},), os.geteuid()), sys.argv[1]);"
+        "print(s.start().server, flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "s"), *program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as parent:
+        server = int(parent.stdout.readline())
+        parent.kill()
+    try:
+        soon(lambda: gone(server), 2.0)
+    except TimeoutError:
+        os.kill(server, signal.SIGKILL)
+        return False
+    return True
+
+
+NO_SIGNAL = "s.ctypes = SimpleNamespace(CDLL=lambda _: SimpleNamespace(prctl=lambda *_: 0));"
+NO_LINK = "s._orphaned = lambda: None;"
+
+
+@pytest.mark.parametrize(
+    ("without", "ends"),
+    [("", True), (NO_SIGNAL, True), (NO_LINK, True), (NO_SIGNAL + NO_LINK, False)],
+    ids=["as it is", "by the link", "by the signal", "by neither"],
+)
+def test_a_server_ends_with_its_supervisor(tmp_path, without, ends):
+    script = (
+        "import sys; from types import SimpleNamespace; import kvtier.daemon.server as s;"
+        f"{without} s.main()"
+    )
+    assert orphaned(tmp_path, ["-c", script] if without else []) == ends
+
+
+def test_what_a_killed_supervisor_left_is_cleaned_up_by_the_next(tmp_path):
+    path = tmp_path / "s"
+    with running(DRAM, path=path) as daemon:
+        server = daemon.server_pid()
+        daemon.process.kill()
+        soon(lambda: gone(server))
+        soon(lambda: refuses(path))
+        with running(DRAM, path=path) as other:
+            assert greeted(path)[0].generation == 1
+            assert other.supervisor_pid != daemon.supervisor_pid
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("whom", ["supervisor", "server"])
+def test_sigterm_ends_in_order_and_leaves_nothing(tmp_path, whom):
+    path = tmp_path / "s"
+    with running(DRAM, f"lmdb:{tmp_path}/kv?capacity=64MiB", path=path) as daemon:
+        with RawClient(path) as client:
+            client.greet()
+            os.kill(
+                daemon.supervisor_pid if whom == "supervisor" else daemon.server_pid(),
+                signal.SIGTERM,
+            )
+            assert client.heard(Closing)
+            assert client.ended()
+        assert daemon.process.wait(20) == 0
+        assert '{"event":"ended"' in daemon.log.with_name("said").read_text()
+    assert [one.name for one in tmp_path.iterdir()] == ["kv"]
+
+
+def test_a_server_that_cannot_start_again_is_tried_until_it_can(tmp_path, supervised):
+    folder = tmp_path / "kv"
+    one = supervised(DRAM, f"lmdb:{folder}?capacity=64MiB")
+    one.start()
+    away = tmp_path / "away"
+    folder.rename(away)
+    folder.write_text("in its place")
+    os.kill(one.server, signal.SIGKILL)
+    seen = set()
+    soon(lambda: seen.add(one.server) or len(seen - {0}) > 2)
+    folder.unlink()
+    away.rename(folder)
+    welcome, _ = greeted(one.path)
+    assert welcome.generation > 1
+    assert welcome.tiers == ("dram", "lmdb")
+
+
+# ---- one place, one daemon
+
+
+def refused(*urls, **given) -> str:
+    with pytest.raises(RuntimeError) as why, running(*urls, **given):
+        pass
+    said = str(why.value)
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
+    return said
+
+
+def test_a_second_daemon_is_told_who_has_the_socket_and_the_directory(tmp_path):
+    path, kv = tmp_path / "s", f"lmdb:{tmp_path}/kv?capacity=64MiB"
+    with running(DRAM, kv, path=path) as daemon:
+        said = refused(DRAM, path=path)
+        assert f"{path} is in use by process {daemon.supervisor_pid}; stop it, or choose" in said
+        said = refused(DRAM, kv)
+        assert f"{tmp_path}/kv is in use by process {daemon.server_pid()}; stop it, or" in said
+        assert greeted(path)[0].generation == 1
+    with running(DRAM, kv, path=path):
+        assert greeted(path)[0].generation == 1
+
+
+def test_in_one_process_too(supervised):
+    supervised().start()
+    with pytest.raises(kvtier.ConfigError, match=f"in use by process {os.getpid()}; stop it"):
+        supervised()
+
+
+def test_a_live_socket_is_not_taken_though_nobody_holds_its_lock(tmp_path):
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "s"))
+        other.listen(1)
+        with pytest.raises(kvtier.ConfigError, match=f"in use by process {os.getpid()}; stop it"):
+            Place(tmp_path / "s")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(tmp_path / "s"))
+
+
+def test_without_asking_who_listens_it_would_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(Place, "_clear_stale", lambda self: self.path.unlink(missing_ok=True))
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "s"))
+        other.listen(1)
+        Place(tmp_path / "s").close()
+
+
+def test_a_stale_socket_and_lock_are_taken_over_and_a_file_is_not(tmp_path):
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "s"))
+    (tmp_path / "s.lock").write_text("")
+    place = Place(tmp_path / "s")
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+    place.close()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "s").write_text("mine")
+    with pytest.raises(kvtier.ConfigError, match="is no socket; remove it, or choose another"):
+        Place(tmp_path / "s")
+    assert (tmp_path / "s").read_text() == "mine"
+
+
+def test_at_its_end_a_daemon_does_not_remove_the_socket_of_another(tmp_path):
+    place = Place(tmp_path / "s")
+    (tmp_path / "s").unlink()
+    (tmp_path / "s").write_text("another's")
+    place.close()
+    assert (tmp_path / "s").read_text() == "another's"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720])
+def test_a_folder_that_others_write_to_is_refused(tmp_path, mode):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(kvtier.ConfigError, match=r"others may put files into .* chmod 700 it"):
+        Place(folder / "s")
+
+
+def test_a_folder_is_made_for_its_user_alone(tmp_path):
+    place = Place(tmp_path / "new" / "s")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    place.close()
+    with pytest.raises(kvtier.ConfigError, match=r"cannot be used .*make it, or choose another"):
+        Place(tmp_path / "no" / "such" / "s")
+
+
+# ---- the memory
+
+
+def test_no_client_can_cut_the_arena_or_unseal_it(supervised):
+    one = supervised()
+    one.start()
+    with RawClient(one.path) as client:
+        client.greet()
+        arena = client.descriptors[0]
+        for size in (0, 4096, 64 << 20):
+            with pytest.raises(PermissionError):
+                os.ftruncate(arena, size)
+        with mmap.mmap(arena, 8 << 20) as memory:
+            memory[:] = b"\xa5" * (8 << 20)  # its own principal's bytes, and nothing else
+        assert client.ask(Figures(), Answer)
+    assert greeted(one.path)[0].generation == 1
+
+
+def test_memory_without_seals_is_not_served(supervised, monkeypatch):
+    def unsealed(capacity):
+        number = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC)
+        os.ftruncate(number, capacity)
+        return number
+
+    monkeypatch.setattr(supervisors, "sealed_memory", unsealed)
+    with pytest.raises(kvtier.ConfigError, match="this memory is not sealed"):
+        supervised().start()
+
+
+def test_more_memory_than_there_is_is_refused_at_once():
+    said = refused("dram:900TiB")
+    assert "of memory available here; ask for less, or raise the limit (MemoryMax=" in said
+
+
+# ---- other users
+
+
+AS_USER = """
+import os, sys
+from kvtier.testing.rawclient import RawClient, hello
+os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
+try:
+    with RawClient(sys.argv[2]) as client:
+        pidfd = os.pidfd_open(os.getpid())
+        client.say(hello(), 1, passing=pidfd)
+        print(client.read()[0])
+        print(client.ended() if len(sys.argv) > 3 else "")
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def as_user(uid, path, *more) -> str:
+    command = [sys.executable, "-c", AS_USER, str(uid), str(path), *more]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.fixture
+def passable(tmp_path):
+    """Return a folder that others may pass through."""
+    import shutil
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(prefix="kvtier-"))
+    folder.chmod(0o711)
+    yield folder
+    shutil.rmtree(folder)
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+
+
+@needs_root
+def test_each_principal_has_its_own_socket_arena_and_server(passable):
+    users = {"one": 64_001, "two": 64_002}
+    text = "".join(
+        f'[principals.{name}]\nuid = {uid}\nsocket = "{passable}/{name}/s"\n'
+        f'tiers = ["dram:{4 * uid % 7 + 4}MiB"]\n'
+        for name, uid in users.items()
+    )
+    (passable / "kvtier.toml").write_text(text)
+    for name, uid in users.items():
+        (passable / name).mkdir(0o700)
+        os.chown(passable / name, uid, -1)
+    with running(config=passable / "kvtier.toml") as daemon:
+        soon(lambda: len(children(daemon.supervisor_pid)) == 2)
+        for name, uid in users.items():
+            path = passable / name / "s"
+            soon(path.exists)
+            assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (uid, 0o600)
+            assert "Welcome(generation=1" in as_user(uid, path)
+            other = next(one for one in users.values() if one != uid)
+            assert as_user(other, path) == "Permission denied\n"
+        (passable / "one").chmod(0o755)
+        (passable / "one" / "s").chmod(0o666)
+        said = as_user(users["two"], passable / "one" / "s", "ended")
+        assert "this socket is not for the user 64002; connect to that of" in said
+        assert said.endswith("True\n")
+        arenas = {greeted(passable / name / "s")[1] for name in users}
+        assert len(arenas) == 2
+        # One's own server killed again and again is no business of the other's.
+        with RawClient(passable / "two" / "s") as client:
+            client.greet()
+            with RawClient(passable / "one" / "s") as bad:
+                bad.sock.sendall(b"garbage" * 1000)
+                assert bad.ended()
+            assert client.ask(Figures(), Answer)
+    assert not (passable / "one" / "s").exists()
+
+
+# ---- clients that do harm
+
+
+def test_a_client_that_never_reads_is_dropped_and_others_are_served(supervised):
+    one = supervised()
+    one.start()
+    with RawClient(one.path) as client, RawClient(one.path) as other:
+        client.greet()
+        other.greet(Hello(b"another session!", "other", "scheduler", 0, 0))
+        frame = encode(Figures(), 1) * 64
+        with pytest.raises(ConnectionError):
+            for_ever(client.sock.sendall, frame)
+        assert other.ask(Figures(), Answer)
+    assert greeted(one.path)[0].generation == 1
