@@ -6,7 +6,6 @@ import contextlib
 import mmap
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from kvtier.daemon import supervisor as supervisors
 from kvtier.daemon.answers import Answer, Closing
 from kvtier.daemon.frames import encode
 from kvtier.daemon.messages import Figures, Hello
-from kvtier.daemon.place import Place
 from kvtier.daemon.settings import Settings
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.testing.daemon import children, running
@@ -216,63 +214,6 @@ def test_in_one_process_too(supervised):
     supervised().start()
     with pytest.raises(kvtier.ConfigError, match=f"in use by process {os.getpid()}; stop it"):
         supervised()
-
-
-def test_a_live_socket_is_not_taken_though_nobody_holds_its_lock(tmp_path):
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(tmp_path / "s"))
-        other.listen(1)
-        with pytest.raises(kvtier.ConfigError, match=f"in use by process {os.getpid()}; stop it"):
-            Place(tmp_path / "s")
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(tmp_path / "s"))
-
-
-def test_without_asking_who_listens_it_would_be(tmp_path, monkeypatch):
-    monkeypatch.setattr(Place, "_clear_stale", lambda self: self.path.unlink(missing_ok=True))
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(tmp_path / "s"))
-        other.listen(1)
-        Place(tmp_path / "s").close()
-
-
-def test_a_stale_socket_and_lock_are_taken_over_and_a_file_is_not(tmp_path):
-    with socket.socket(socket.AF_UNIX) as other:
-        other.bind(str(tmp_path / "s"))
-    (tmp_path / "s.lock").write_text("")
-    place = Place(tmp_path / "s")
-    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
-    place.close()
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / "s").write_text("mine")
-    with pytest.raises(kvtier.ConfigError, match="is no socket; remove it, or choose another"):
-        Place(tmp_path / "s")
-    assert (tmp_path / "s").read_text() == "mine"
-
-
-def test_at_its_end_a_daemon_does_not_remove_the_socket_of_another(tmp_path):
-    place = Place(tmp_path / "s")
-    (tmp_path / "s").unlink()
-    (tmp_path / "s").write_text("another's")
-    place.close()
-    assert (tmp_path / "s").read_text() == "another's"
-
-
-@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720])
-def test_a_folder_that_others_write_to_is_refused(tmp_path, mode):
-    folder = tmp_path / "open"
-    folder.mkdir()
-    folder.chmod(mode)
-    with pytest.raises(kvtier.ConfigError, match=r"others may put files into .* chmod 700 it"):
-        Place(folder / "s")
-
-
-def test_a_folder_is_made_for_its_user_alone(tmp_path):
-    place = Place(tmp_path / "new" / "s")
-    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
-    place.close()
-    with pytest.raises(kvtier.ConfigError, match=r"cannot be used .*make it, or choose another"):
-        Place(tmp_path / "no" / "such" / "s")
 
 
 # ---- the memory

@@ -1,0 +1,166 @@
+"""Where a daemon listens: what is taken over, and what is never touched."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import kvtier
+from kvtier.daemon.place import MOST_PATH, Place, check_path, rendezvous, runtime_folder
+
+
+def test_a_live_socket_is_not_taken_though_nobody_holds_its_lock(tmp_path):
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "s"))
+        other.listen(1)
+        with pytest.raises(kvtier.ConfigError, match=f"in use by process {os.getpid()}; stop it"):
+            Place(tmp_path / "s")
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(str(tmp_path / "s"))
+
+
+def test_without_asking_who_listens_it_would_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(Place, "_clear_stale", lambda self: self.path.unlink(missing_ok=True))
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "s"))
+        other.listen(1)
+        Place(tmp_path / "s").close()
+
+
+def test_a_stale_socket_and_lock_are_taken_over_and_a_file_is_not(tmp_path):
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(tmp_path / "s"))
+    (tmp_path / "s.lock").write_text("")
+    place = Place(tmp_path / "s")
+    assert (tmp_path / "s").stat().st_mode & 0o777 == 0o600
+    place.close()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "s").write_text("mine")
+    with pytest.raises(kvtier.ConfigError, match="is no socket; remove it, or choose another"):
+        Place(tmp_path / "s")
+    assert (tmp_path / "s").read_text() == "mine"
+
+
+def test_at_its_end_a_daemon_does_not_remove_the_socket_of_another(tmp_path):
+    place = Place(tmp_path / "s")
+    (tmp_path / "s").unlink()
+    (tmp_path / "s").write_text("another's")
+    place.close()
+    assert (tmp_path / "s").read_text() == "another's"
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720])
+def test_a_folder_that_others_write_to_is_refused(tmp_path, mode):
+    folder = tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(mode)
+    with pytest.raises(kvtier.ConfigError, match=r"others may put files into .* chmod 700 it"):
+        Place(folder / "s")
+
+
+def test_a_folder_is_made_for_its_user_alone(tmp_path):
+    place = Place(tmp_path / "new" / "s")
+    assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+    place.close()
+    with pytest.raises(kvtier.ConfigError, match=r"cannot be used .*make it, or choose another"):
+        Place(tmp_path / "no" / "such" / "s")
+
+
+def test_the_lock_keeps_a_second_process_out_before_there_is_a_socket(tmp_path):
+    place = Place(tmp_path / "s")
+    (tmp_path / "s").unlink()
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            Place(tmp_path / "s")
+        except kvtier.ConfigError as error:
+            status = 0 if f"in use by process {os.getppid()};" in str(error) else 2
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    place.close()
+
+
+def test_without_the_lock_it_would_come_in(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtier.daemon.place.fcntl.lockf", lambda *_: None)
+    place = Place(tmp_path / "s")
+    (tmp_path / "s").unlink()
+    child = os.fork()
+    if not child:
+        Place(tmp_path / "s")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    place.close()
+
+
+def test_a_lock_file_that_was_removed_meanwhile_is_no_lock(tmp_path, monkeypatch):
+    """A daemon that ends removes its lock file; who had opened it just then locks the next one."""
+    real, files = fcntl.lockf, []
+
+    def removed_once(number, how):
+        real(number, how)
+        files.append(os.fstat(number).st_ino)
+        if len(files) == 1:
+            (tmp_path / "s.lock").unlink()
+
+    monkeypatch.setattr("kvtier.daemon.place.fcntl.lockf", removed_once)
+    place = Place(tmp_path / "s")
+    assert len(files) == 2
+    assert (tmp_path / "s.lock").stat().st_ino == files[1]
+    place.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/run/" + "x" * 103, "has 108 bytes, and the system takes 107; choose a shorter one"),
+        ("", "'' is no path of a socket"),
+        ("a\0b", "is no path of a socket"),
+    ],
+)
+def test_a_path_that_no_socket_can_have_is_refused(path, said):
+    with pytest.raises(kvtier.ConfigError) as why:
+        check_path(path)
+    assert said in str(why.value)
+
+
+def test_the_longest_path_works():
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
+        path = f"{folder}/{'x' * (MOST_PATH - len(folder) - 1)}"
+        Place(path).close()
+        assert len(path) == MOST_PATH
+
+
+# ---- the folder of this user's sockets
+
+
+@pytest.fixture
+def short():
+    """Return a folder whose name leaves room for a socket's."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-") as folder:
+        yield Path(folder)
+
+
+def test_the_users_own_folder_is_made_and_kept_private(short, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
+    assert rendezvous("an-engine") == short / "kvtier" / "engine-an-engine.sock"
+    assert (short / "kvtier").stat().st_mode & 0o777 == 0o700
+    long, odd = rendezvous("x" * 200), rendezvous("../../etc/passwd")
+    assert {one.parent for one in (long, odd)} == {short / "kvtier"}
+    assert long != odd
+    (short / "kvtier").chmod(0o755)
+    with pytest.raises(kvtier.ConfigError, match="is no folder of this user's alone; remove it"):
+        runtime_folder()
+
+
+def test_a_link_in_its_place_is_refused(short, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
+    (short / "elsewhere").mkdir(0o700)
+    (short / "kvtier").symlink_to(short / "elsewhere")
+    with pytest.raises(kvtier.ConfigError, match="is no folder of this user's alone"):
+        rendezvous("an-engine")
