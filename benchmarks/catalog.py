@@ -39,7 +39,8 @@ from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.record import Part as PartName
 from kvtier.identity.record import record_id
 from kvtier.identity.shape import chunk_shape
-from kvtier.memory.arena import PAGE_BYTES, Arena
+from kvtier.memory.arena import Arena
+from kvtier.memory.sealed import PAGE_BYTES
 from kvtier.metrics import Metrics
 from kvtier.policies.lru import Lru
 

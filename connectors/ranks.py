@@ -1,21 +1,18 @@
 """Several ranks: one Cache in the scheduler's process, and copies where each rank's blocks are.
 
 The scheduler plans. A plan crosses to every rank as bytes, each copies its own shard between its
-blocks and the arena, which it maps by the memfd's descriptor, and says when that has settled. A
-rank that is gone can write nothing any more: its copies have failed, and are over.
+blocks and the arena, which ``kvtier.Worker`` maps, and says when that has settled. A rank whose
+channel has closed has ended: it can write nothing any more, its copies have failed, and are over.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from kvtier.clock import monotonic
 from kvtier.copier import Pages
@@ -24,9 +21,13 @@ from kvtier.device.base import Device, Fence
 from kvtier.errors import ProtocolError
 from kvtier.transfer import CopyStatus, CopyTransfer
 
-__all__ = ["Channel", "MappedArena", "RankCopies", "RankedPages"]
+__all__ = ["Channel", "RankCopies", "RankedPages"]
 
 _LENGTH: Final = struct.Struct("<I")
+
+
+def _untold(plan_id: int) -> None:
+    del plan_id
 
 
 class Channel:
@@ -82,8 +83,8 @@ class Channel:
 class _RankFence:
     """See Fence. One plan's copies on one rank."""
 
-    def __init__(self, pages: RankedPages, rank: int, plan_id: int) -> None:
-        self._pages, self._rank, self._plan_id = pages, rank, plan_id
+    def __init__(self, pages: RankedPages, rank: int, plan: tuple[int, int]) -> None:
+        self._pages, self._rank, self._plan = pages, rank, plan
         self._cause: str | None = None
 
     def done(self) -> bool:
@@ -93,7 +94,7 @@ class _RankFence:
     def wait(self, timeout: float) -> bool:
         """See Fence."""
         if self._cause is None:
-            self._cause = self._pages.outcome(self._rank, self._plan_id, timeout)
+            self._cause = self._pages.outcome(self._rank, self._plan, timeout)
         if self._cause:
             raise OSError(f"rank {self._rank}: {self._cause}")
         return self._cause is not None
@@ -104,43 +105,58 @@ class RankedPages:
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels = channels
-        self._outcomes: dict[tuple[int, int], str] = {}
+        self._outcomes: dict[tuple[int, tuple[int, int]], str] = {}  # by rank, arena and id
 
     def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
         """Send a plan to all ranks. after: each rank has its own compute, which it waits for."""
         del after
         for channel in self._channels:
             channel.send("plan", bytes(plan))
-        fences = [_RankFence(self, rank, plan.id) for rank in range(len(self._channels))]
+        fences = [
+            _RankFence(self, rank, (plan.arena, plan.id)) for rank in range(len(self._channels))
+        ]
         blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
         return CopyTransfer(fences, plan.tokens, blocks)
 
-    def outcome(self, rank: int, plan_id: int, timeout: float) -> str | None:
-        """Return, once, why a rank's copies failed, or ""; None if that is not known in time."""
+    def outcome(self, rank: int, plan: tuple[int, int], timeout: float) -> str | None:
+        """Return, once, why a rank's copies failed, or ""; None if that is not known in time.
+
+        plan: its arena, and its id, which another daemon may give again.
+        """
         channel, until = self._channels[rank], monotonic() + timeout
-        while (rank, plan_id) not in self._outcomes:
+        while (rank, plan) not in self._outcomes:
             message = channel.receive(max(until - monotonic(), 0.0))
             if message is None:
                 return "gone" if channel.closed else None
             self.take(rank, message)
-        return self._outcomes.pop((rank, plan_id))
+        return self._outcomes.pop((rank, plan))
 
     def take(self, rank: int, message: Sequence[Any]) -> None:
         """Note a message of a rank that says how a plan has ended there."""
-        kind, plan_id, cause = message
+        kind, arena, plan_id, cause = message
         if kind != "copied":
             raise ProtocolError(f"rank {rank} says {kind!r}, which nobody asked for")
-        self._outcomes[rank, plan_id] = cause
+        self._outcomes[rank, (arena, plan_id)] = cause
 
 
 class RankCopies:
-    """The rank's side: executes plans over its own tensors, and reports each once."""
+    """The rank's side: executes plans over its own tensors, and reports each once.
 
-    def __init__(self, channel: Channel, pages: Pages, device: Device) -> None:
+    ended: called with a plan's id once this rank copies it no more: see ``kvtier.Worker.ended``.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        pages: Pages,
+        device: Device,
+        ended: Callable[[int], None] = _untold,
+    ) -> None:
         self._channel = channel
         self._pages = pages
         self._device = device
-        self._running: dict[int, CopyTransfer] = {}
+        self._ended = ended
+        self._running: list[tuple[CopyPlan, CopyTransfer]] = []
 
     def execute(self, data: bytes) -> None:
         """Start a plan's copies, after all that this rank has computed."""
@@ -148,26 +164,23 @@ class RankCopies:
         try:
             transfer = self._pages.execute(plan, after=(self._device.host_fence(),))
         except ProtocolError as error:
-            self._channel.send("copied", plan.id, str(error))
+            self._tell(plan, str(error))
             return
-        self._running[plan.id] = transfer
+        self._running.append((plan, transfer))
 
     def report(self) -> bool:
         """Tell the scheduler what has settled; say whether more is under way."""
-        for plan_id, transfer in list(self._running.items()):
+        running = []
+        for plan, transfer in self._running:
             if transfer.poll():
                 result = transfer.result(0)
-                cause = "" if result.status is CopyStatus.OK else result.cause
-                self._channel.send("copied", plan_id, cause)
-                del self._running[plan_id]
-        return bool(self._running)
+                self._tell(plan, "" if result.status is CopyStatus.OK else result.cause)
+            else:
+                running.append((plan, transfer))
+        self._running = running
+        return bool(running)
 
-
-class MappedArena:
-    """Another process's arena, by its descriptor, which is taken over. See Arena."""
-
-    def __init__(self, fd: int) -> None:
-        self.id = os.fstat(fd).st_ino
-        self._map = mmap.mmap(fd, os.fstat(fd).st_size)
-        os.close(fd)
-        self.memory = np.frombuffer(self._map, np.uint8)
+    def _tell(self, plan: CopyPlan, cause: str) -> None:
+        """Tell the daemon first: it must know by when the scheduler does."""
+        self._ended(plan.id)
+        self._channel.send("copied", plan.arena, plan.id, cause)

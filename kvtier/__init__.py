@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from kvtier.cache import open_cache as open  # noqa: A004  (kvtier.open, as files are opened)
     from kvtier.catalog.owners import Quota
     from kvtier.config import Config, TierConfig
+    from kvtier.daemon.worker import Worker
     from kvtier.retention import Retention
     from kvtier.upkeep import Removed
 
@@ -48,6 +49,7 @@ __all__ = [
     "Retention",
     "Span",
     "TierConfig",
+    "Worker",
     "open",
 ]
 
@@ -61,6 +63,7 @@ _LATER: Final = {
     "Removed": "kvtier.upkeep:Removed",
     "Retention": "kvtier.retention:Retention",
     "TierConfig": "kvtier.config:TierConfig",
+    "Worker": "kvtier.daemon.worker:Worker",
     "open": "kvtier.cache:open_cache",
 }
 

@@ -258,7 +258,6 @@ class Cache(Upkeep):
         return Pages(
             self.geometry,
             desk.arena,
-            desk.arena_id,
             many,
             device,
             (shard, shards, stage, stages),
@@ -272,33 +271,54 @@ def _check_kinds(namespace: object, shards: object, stages: object) -> None:
 
 
 def open_cache(
-    *tiers: str | Config, namespace: Namespace, shards: int = 1, stages: int = 1
+    *tiers: str | Config,
+    namespace: Namespace,
+    shards: int = 1,
+    stages: int = 1,
+    own_process: bool = False,
+    engine: str = "",
 ) -> Cache:
     """Open a cache from URLs, DRAM first, or one Config; or a daemon's, ``unix:PATH``.
 
     A daemon has its own tiers. Options of its URL: engine, that is served and whose ranks name the
     same; patience, that a call waits for the daemon at most; timeout, to wait until it is there.
     shards and stages: ranks of tensor and of pipeline parallelism.
+    own_process: start a daemon for these URLs that ends with this cache, so that what moves between
+    tiers takes nothing from this interpreter; ranks in processes of their own find it by `engine`.
     Blocks while memory is taken and tiers are reopened.
     Raises ConfigError with cause and remedy.
     """
     _check_kinds(namespace, shards, stages)
+    check_kind("own_process", own_process, bool, ConfigError)
+    check_kind("engine", engine, str, ConfigError)
+    urls = [tier for tier in tiers if isinstance(tier, str)]
+    remote = any(url.startswith("unix:") for url in urls)
+    if remote or own_process:
+        if len(urls) < len(tiers):
+            raise ConfigError("a daemon takes its tiers as URLs")
+        return _open_remote(urls, namespace, (shards, stages), own=own_process, engine=engine)
+    if engine:
+        raise ConfigError("an engine's id goes with own_process, or with unix:PATH?engine=ID")
     if len(tiers) == 1 and isinstance(tiers[0], Config):
         return Cache(tiers[0], namespace, shards=shards, stages=stages)
-    urls = [tier for tier in tiers if isinstance(tier, str)]
     if len(urls) < len(tiers):
         raise ConfigError("pass tiers as URLs, or one Config")
-    if any(url.startswith("unix:") for url in urls):
-        return _open_remote(urls, namespace, shards, stages)
     return Cache(Config.from_urls(urls), namespace, shards=shards, stages=stages)
 
 
-def _open_remote(urls: list[str], namespace: Namespace, shards: int, stages: int) -> Cache:
+def _open_remote(
+    urls: list[str], namespace: Namespace, ranks: tuple[int, int], *, own: bool, engine: str
+) -> Cache:
     """Open a daemon's cache; what that needs is imported when it is asked for."""
-    from kvtier.daemon.client import open_desk
+    from kvtier.daemon.client import open_desk, open_private
 
-    if len(urls) > 1:
-        raise ConfigError("a daemon has its own tiers: name unix:PATH alone")
+    shards, stages = ranks
     shape = chunk_shape(namespace.geometry, shards, stages)
-    desk = open_desk(urls[0], namespace, shape, (shards, stages))
+    if own:
+        Config.from_urls(urls)
+        desk = open_private(urls, engine, namespace, shape, ranks)
+    elif len(urls) > 1 or engine:
+        raise ConfigError("a daemon has its own tiers: name unix:PATH?engine=ID alone")
+    else:
+        desk = open_desk(urls[0], namespace, shape, ranks)
     return Cache(desk, namespace, shards=shards, stages=stages)

@@ -6,6 +6,9 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier.checks import check_kind, check_whole
 from kvtier.copyplan import CopyPlan, PlanPart
 from kvtier.device.base import Copy, Device, Fence
@@ -42,7 +45,6 @@ class Pages:
         self,
         geometry: Geometry,
         arena: Memory,
-        arena_id: int,
         tensors: Sequence[Any],
         device: Device,
         rank: tuple[int, int, int, int] = (0, 1, 0, 1),
@@ -57,7 +59,6 @@ class Pages:
                 f"{len(geometry.components)} components need as many KV tensors, not {len(tensors)}"
             )
         self._arena = arena
-        self._arena_id = arena_id
         self._pid = os.getpid()
         self._device = device
         self._block_tokens = geometry.block_tokens[0]
@@ -72,18 +73,20 @@ class Pages:
 
         after: for a save, the fence of the compute that wrote the blocks; for a load, the fence
         of the last work that read them.
-        Raises ProtocolError when the plan does not fit this rank's blocks or arena, and
-        MisuseError in a forked child, where the arena's memory is not mapped.
+        The copies of a plan for a daemon's arena that is gone have failed. Raises ProtocolError
+        when the plan does not fit this rank's blocks or arena, and MisuseError in a forked child,
+        where the arena's memory is not mapped.
         """
         if os.getpid() != self._pid:
             raise MisuseError("bound KV does not cross fork; open a cache in the child")
         check_kind("a plan", plan, CopyPlan)
         check_kind("the fences that copies come after", after, Sequence)
-        if plan.arena != self._arena_id:
-            raise ProtocolError("the plan belongs to another arena")
-        saves = plan.kind == "save"
-        copies = [copy for part in plan.parts if (copy := self._copy(part, saves=saves))]
         blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
+        memory = self._arena.of(plan.arena)
+        if memory is None:
+            return CopyTransfer((_GONE,), plan.tokens, blocks)
+        saves = plan.kind == "save"
+        copies = [copy for part in plan.parts if (copy := self._copy(part, memory, saves=saves))]
         if saves:
             fence = self._device.gather(self._device.stream("store"), copies, after)
             return CopyTransfer((fence,), plan.tokens, blocks)
@@ -91,7 +94,7 @@ class Pages:
         groups = self._device.scatter(stream, copies, after, _LOAD_GROUPS)
         return CopyTransfer(groups, plan.tokens, blocks)
 
-    def _copy(self, part: PlanPart, *, saves: bool) -> Copy | None:
+    def _copy(self, part: PlanPart, memory: NDArray[np.uint8], *, saves: bool) -> Copy | None:
         """Check a part and return its copy; None for one that is another rank's to copy."""
         if part.component >= len(self._kinds):
             raise ProtocolError(f"the plan names component {part.component}")
@@ -110,15 +113,30 @@ class Pages:
         raw = planes * chunk_blocks * block_bytes
         if odd or first + len(part.blocks) > chunk_blocks or raw > part.nbytes:
             raise ProtocolError("the plan's tokens do not fit its chunk")
-        if part.offset + part.nbytes > self._arena.memory.size:  # none, once it is closed
+        if part.offset + part.nbytes > memory.size:  # none, once it is closed
             raise ProtocolError("the plan's slot lies outside the arena")
         if part.blocks and not 0 <= min(part.blocks) <= max(part.blocks) < count:
             raise ProtocolError(
                 f"the plan names blocks {min(part.blocks)} to {max(part.blocks)} of {count}"
             )
-        memory = self._arena.memory[part.offset : part.offset + raw]
-        slot = memory.reshape(planes, chunk_blocks, block_bytes)
+        slot = memory[part.offset : part.offset + raw].reshape(planes, chunk_blocks, block_bytes)
         return Copy(kind.pages, part.blocks, slot[:, first : first + len(part.blocks)])
+
+
+class _Gone:
+    """See Fence. Of copies into or out of memory that is not there any more, or not yet."""
+
+    def done(self) -> bool:
+        """See Fence."""
+        return self.wait(0.0)
+
+    def wait(self, timeout: float) -> bool:
+        """See Fence."""
+        del timeout
+        raise ConnectionError("the daemon's memory, which the plan is for, is not mapped here")
+
+
+_GONE: Final = _Gone()
 
 
 class _Kind:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 from typing import Final
 
@@ -54,7 +53,6 @@ class Depot:
         self._caches = 1
         part_bytes = shape.nbytes if shape else ()
         self.arena = arena or Arena(config.dram, part_bytes)
-        self.arena_id = os.fstat(self.arena.fd).st_ino
         with contextlib.ExitStack() as undo:
             undo.callback(self.arena.close)
             undo.callback(flow.close)

@@ -63,8 +63,7 @@ class Reserved(NamedTuple):
 class Desk(Protocol):
     """One cache's. Safe from any thread. Where nothing else is said, calls do not wait.
 
-    owner: the namespace, as its catalog numbers it. tiers: their names, DRAM first. arena_id:
-    names the arena in plans.
+    owner: the namespace, as its catalog numbers it. tiers: their names, DRAM first.
     """
 
     metrics: Metrics
@@ -75,11 +74,6 @@ class Desk(Protocol):
     @property
     def arena(self) -> Memory:
         """The memory of the slots."""
-        ...
-
-    @property
-    def arena_id(self) -> int:
-        """The arena, as plans name it."""
         ...
 
     def arena_of(self, issued: Issued) -> int:

@@ -48,15 +48,10 @@ class LocalDesk:
         """See Desk."""
         return self.depot.arena
 
-    @property
-    def arena_id(self) -> int:
-        """See Desk."""
-        return self.depot.arena_id
-
     def arena_of(self, issued: Issued) -> int:
         """See Desk."""
         del issued
-        return self.depot.arena_id
+        return self.depot.arena.id
 
     def join(self, namespace: Namespace, shape: Shape, ranks: tuple[int, int]) -> LocalDesk:
         """See Desk."""

@@ -24,7 +24,7 @@ from kvtier.bench.filesystem import file_system
 from kvtier.config import load_store, parse_tier, store_types
 from kvtier.errors import KvtierError
 from kvtier.identity.record import KEY_BYTES
-from kvtier.memory.arena import available_bytes
+from kvtier.memory.sealed import available_bytes
 from kvtier.testing.records import fetch, make_record
 from kvtier.tiers.store import Status, Store
 from kvtier.units import format_bytes

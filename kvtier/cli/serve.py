@@ -141,7 +141,7 @@ def _described(one: Principal, supervisor: Supervisor, started: Started) -> dict
 
 def _check_memory(found: Sequence[Principal]) -> None:
     """Raise ConfigError where all principals together want more memory than there is."""
-    from kvtier.memory.arena import available_bytes
+    from kvtier.memory.sealed import available_bytes
     from kvtier.units import format_bytes
 
     wanted, available = sum(one.settings.config().dram for one in found), available_bytes()

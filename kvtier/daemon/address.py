@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any, Final, NamedTuple
 
 from kvtier.config import parse_options
+from kvtier.daemon.place import check_path
 from kvtier.errors import ConfigError, unknown
 from kvtier.units import parse_seconds
 
-__all__ = ["SCHEME", "Place", "check_path", "parse_place"]
+__all__ = ["PATIENCE", "SCHEME", "TIMEOUT", "Place", "parse_place"]
 
 SCHEME: Final = "unix:"
-_MOST_BYTES: Final = 107  # sun_path of sockaddr_un, unix(7), less the zero that ends it
+PATIENCE: Final = 0.02
+TIMEOUT: Final = 10.0
 _MOST_NAME: Final = 256
 
 
@@ -25,8 +26,8 @@ class Place(NamedTuple):
 
     path: str
     engine: str = ""
-    patience: float = 0.02
-    timeout: float = 10.0
+    patience: float = PATIENCE
+    timeout: float = TIMEOUT
 
 
 def parse_place(url: str) -> Place:
@@ -42,17 +43,4 @@ def parse_place(url: str) -> Place:
             options[name] = parse_seconds(text)
     if len(options.get("engine", "").encode()) > _MOST_NAME:
         raise ConfigError(f"an engine's name has {_MOST_NAME} bytes at most")
-    check_path(path)
-    return Place(path, **options)
-
-
-def check_path(path: str) -> None:
-    """Raise ConfigError for what can be no socket's path."""
-    if not path or "\0" in path:
-        raise ConfigError(f"unix needs the path of a daemon's socket, not {path!r}")
-    size = len(os.fsencode(path))
-    if size > _MOST_BYTES:
-        raise ConfigError(
-            f"a socket's path has {_MOST_BYTES} bytes at most, and this one {size}; use a shorter "
-            f"one, such as /run/kvtier/kv.sock: {path}"
-        )
+    return Place(str(check_path(path)), **options)

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.catalog.lease import Lease, LeaseState, by_chunk
 from kvtier.clock import monotonic
 from kvtier.daemon import answers, messages
-from kvtier.daemon.address import parse_place
+from kvtier.daemon.address import PATIENCE, TIMEOUT, parse_place
 from kvtier.daemon.frames import unpack_slots
 from kvtier.daemon.link import Link
 from kvtier.daemon.messages import Message
@@ -25,7 +25,7 @@ from kvtier.prefix import Prefix
 from kvtier.retention import Term
 from kvtier.seams import Future
 
-__all__ = ["RemoteDesk", "open_desk"]
+__all__ = ["RemoteDesk", "open_desk", "open_private"]
 
 _LATE_SECONDS: Final = 1.0  # that a late answer to a match is good for
 _MOST_LATE: Final = 256
@@ -291,7 +291,32 @@ def open_desk(url: str, namespace: Namespace, shape: Shape, ranks: tuple[int, in
     """
     place = parse_place(url)
     link = Link(place.path, place.engine, place.patience)
-    link.open(place.timeout)
+    return _opened(link, place.timeout, namespace, shape, ranks)
+
+
+def open_private(
+    tiers: Sequence[str],
+    engine: str,
+    namespace: Namespace,
+    shape: Shape,
+    ranks: tuple[int, int],
+) -> RemoteDesk:
+    """Start a daemon of this process's own, and open its desk; it ends with that. Blocks.
+
+    engine: the id by which its ranks find it, made up unless given. Raises ConfigError with cause
+    and remedy.
+    """
+    from kvtier.daemon.private import PrivateDaemon
+
+    daemon = PrivateDaemon(*tiers, engine=engine)
+    link = Link(str(daemon.path), daemon.engine, PATIENCE, daemon.close)
+    return _opened(link, TIMEOUT, namespace, shape, ranks)
+
+
+def _opened(
+    link: Link, timeout: float, namespace: Namespace, shape: Shape, ranks: tuple[int, int]
+) -> RemoteDesk:
+    link.open(timeout)
     try:
         return RemoteDesk(link, namespace, shape, ranks)
     except BaseException:

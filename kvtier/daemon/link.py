@@ -12,6 +12,7 @@ import os
 import select
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -23,7 +24,7 @@ from kvtier.daemon.mapped import MappedArena
 from kvtier.daemon.messages import Bye, Hello, Message, Resume, Settle
 from kvtier.daemon.up import Ask, Era, Seat, Up
 from kvtier.daemon.waits import Waits
-from kvtier.daemon.wire import Wire, connect, failure
+from kvtier.daemon.wire import Wire, connect, failure, wait_for_daemon
 from kvtier.errors import ConfigError, KvtierError, ProtocolError
 from kvtier.events import Reporter
 
@@ -39,10 +40,14 @@ class Link:
     """See the module. Safe from any thread; opening and closing block.
 
     up: the session while it holds. out: plans that were not settled, by the daemon's life.
+    then: called when this has closed.
     """
 
-    def __init__(self, path: str, engine: str, patience: float) -> None:
+    def __init__(
+        self, path: str, engine: str, patience: float, then: Callable[[], None] | None = None
+    ) -> None:
         self.path = path
+        self._then = then
         self.patience = patience
         self.arena = MappedArena()
         self.up: Up | None = None
@@ -67,23 +72,8 @@ class Link:
 
     def open(self, timeout: float) -> None:
         """Connect, and wait for the daemon so long. Raises ConfigError when it does not come."""
-        until = monotonic() + timeout
         try:
-            while self.up is None:
-                try:
-                    self._come_up()
-                except PermissionError as error:
-                    raise ConfigError(
-                        f"{self.path}: {error.strerror}; a daemon's socket is for one user"
-                    ) from error
-                except OSError as error:
-                    left = until - monotonic()
-                    if left <= 0:
-                        raise ConfigError(
-                            f"no daemon answers at {self.path} within {timeout:g} s ({error}); "
-                            "start one with `kvtier serve`, or see that the path is right"
-                        ) from error
-                    self._pause(min(_SOONEST, left))
+            wait_for_daemon(self.path, self._come_up, timeout)
             self._thread.start()
         except BaseException:
             self.close()
@@ -109,6 +99,8 @@ class Link:
         with self._wake_lock:
             os.close(self._wake)
             self._wake = -1
+        if self._then is not None:
+            self._then()
 
     def join(self, seat: Seat, timeout: float) -> None:
         """Let a desk join. Blocks. Raises ConfigError, and what the daemon refuses with."""

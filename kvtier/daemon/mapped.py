@@ -17,11 +17,12 @@ __all__ = ["MappedArena"]
 
 _MADV_POPULATE_WRITE: Final = 23  # linux/mman.h; absent from the mmap module of 3.11
 _STEP_BYTES: Final = 64 << 20
+_NONE: Final = (0, np.empty(0, np.uint8))
 _libc: Final = ctypes.CDLL(None)
 
 
 class MappedArena:
-    """See Memory. One arena at a time, or none: then `memory` is empty and `id` 0.
+    """See Memory. One arena at a time, or none: then `id` is 0.
 
     A forked child has no such memory. Copies in flight keep what they copy from mapped: an arena
     that is let go leaves with the last of them. `map` and `unmap` come from one thread; what they
@@ -29,8 +30,17 @@ class MappedArena:
     """
 
     def __init__(self) -> None:
-        self.id = 0
-        self.memory: NDArray[np.uint8] = np.empty(0, np.uint8)
+        self._mapped: tuple[int, NDArray[np.uint8]] = _NONE  # one word: readers take no lock
+
+    @property
+    def id(self) -> int:
+        """See Memory."""
+        return self._mapped[0]
+
+    def of(self, arena: int) -> NDArray[np.uint8] | None:
+        """See Memory."""
+        here, memory = self._mapped
+        return memory if here == arena else None
 
     def map(self, fd: int) -> None:
         """Map an arena, in place of the one before; `fd` is taken over.
@@ -54,10 +64,8 @@ class MappedArena:
             count = ctypes.c_size_t(min(_STEP_BYTES, memory.size - first))
             if _libc.madvise(address, count, _MADV_POPULATE_WRITE):
                 break  # Linux before 5.14: the first touch enters each page
-        self.memory = memory  # before its name, which plans are compared with
-        self.id = status.st_ino
+        self._mapped = (status.st_ino, memory)
 
     def unmap(self) -> None:
         """Let the arena go. Idempotent."""
-        self.id = 0
-        self.memory = np.empty(0, np.uint8)
+        self._mapped = _NONE

@@ -69,11 +69,6 @@ class Orders:
         """See Desk."""
         return self.link.arena
 
-    @property
-    def arena_id(self) -> int:
-        """See Desk."""
-        return self.link.arena.id
-
     # ---- what an operator asks
 
     def invalidate(self, prefix: Prefix, first: int, timeout: float) -> Removed:

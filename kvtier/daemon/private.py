@@ -6,9 +6,10 @@ The engine's ranks find it by the engine's id. See ``place.rendezvous``.
 from __future__ import annotations
 
 import atexit
+import itertools
 import os
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
 from kvtier.daemon.place import rendezvous
 from kvtier.daemon.settings import Settings
@@ -17,16 +18,22 @@ from kvtier.daemon.supervisor import Supervisor
 __all__ = ["PrivateDaemon"]
 
 
+_numbers: Final = itertools.count(1)
+
+
 class PrivateDaemon:
     """Started when it is made; ends with ``close``, or with this process, however that ends.
 
-    tiers: URLs, DRAM first. engine: the id that its ranks name. path: where to connect. Blocks
-    until it serves. Raises ConfigError with cause and remedy, and TimeoutError.
+    tiers: URLs, DRAM first. engine: the id that its ranks name, made up unless given. path: where
+    to connect. Blocks until it serves. Raises ConfigError with cause and remedy, and TimeoutError.
     A forked child cannot close it.
     """
 
-    def __init__(self, *tiers: str, engine: str, timeout: float | None = 60.0) -> None:
-        self._supervisor = Supervisor(Settings(tiers, os.geteuid(), share=1.0), rendezvous(engine))
+    def __init__(self, *tiers: str, engine: str = "", timeout: float | None = 60.0) -> None:
+        self.engine = engine or f"{os.getpid()}-{next(_numbers)}"
+        self._supervisor = Supervisor(
+            Settings(tiers, os.geteuid(), share=1.0), rendezvous(self.engine)
+        )
         self.path = self._supervisor.path
         self._supervisor.start(timeout)
         atexit.register(self.close)

@@ -74,7 +74,7 @@ def _open(settings: Settings, arena: int, grants: int) -> Sessions:
     """Open the tiers, and take what the server before had granted. Blocks."""
     memory = Arena(0, fd=os.dup(arena))
     depot = Depot.open(settings.config(), monotonic, ThreadFlow(), memory)
-    table = Grants(grants, depot.arena_id)
+    table = Grants(grants, depot.arena.id)
     return Sessions(depot, table, monotonic, share=settings.share)
 
 

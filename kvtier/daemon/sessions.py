@@ -116,7 +116,7 @@ class Sessions:
         """The answer to a Hello that was taken."""
         depot = self._depot
         return Welcome(
-            self._grants.generation, depot.arena_id, depot.arena.nbytes, tuple(depot.numbers)
+            self._grants.generation, depot.arena.id, depot.arena.nbytes, tuple(depot.numbers)
         )
 
     def hello(self, hello: Hello, process: Process) -> Session:

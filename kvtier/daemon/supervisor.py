@@ -31,7 +31,7 @@ from kvtier.daemon.grants import make_grants
 from kvtier.daemon.place import Place
 from kvtier.daemon.settings import Settings, Started
 from kvtier.errors import ConfigError
-from kvtier.memory.arena import PAGE_BYTES, sealed_memory
+from kvtier.memory.sealed import PAGE_BYTES, sealed_memory
 from kvtier.seams import Future, IoPool
 
 __all__ = ["Supervisor"]

@@ -6,6 +6,7 @@ import array
 import os
 import select
 import socket
+from collections.abc import Callable
 from typing import Final
 
 from kvtier import errors
@@ -13,11 +14,12 @@ from kvtier.clock import monotonic
 from kvtier.daemon.answers import Closing, Failed, Welcome
 from kvtier.daemon.frames import HEADER, decode, encode, open_frame
 from kvtier.daemon.messages import Hello, Message
-from kvtier.errors import KvtierError, ProtocolError
+from kvtier.errors import ConfigError, KvtierError, ProtocolError
 
-__all__ = ["Wire", "connect", "failure"]
+__all__ = ["Wire", "connect", "failure", "wait_for_daemon"]
 
 _BUFFER_BYTES: Final = 128 << 10
+_AGAIN_SECONDS: Final = 0.05
 
 
 class Wire:
@@ -145,6 +147,31 @@ def connect(path: str, hello: Hello, seconds: float) -> tuple[Wire, Welcome, int
             os.close(fd)
         raise
     return wire, welcome, fds[0]
+
+
+def wait_for_daemon(path: str, come_up: Callable[[], None], timeout: float) -> None:
+    """Call ``come_up`` until it raises no OSError. Blocks, `timeout` seconds at most.
+
+    Raises ConfigError when the daemon does not come, or is another user's.
+    """
+    until = monotonic() + timeout
+    while True:
+        try:
+            come_up()
+        except PermissionError as error:
+            raise ConfigError(
+                f"{path}: {error.strerror}; a daemon's socket is for one user"
+            ) from error
+        except OSError as error:
+            left = until - monotonic()
+            if left <= 0:
+                raise ConfigError(
+                    f"no daemon answers at {path} within {timeout:g} s ({error}); start one with "
+                    "`kvtier serve`, or see that the path or the engine's id is right"
+                ) from error
+            select.select([], [], [], min(_AGAIN_SECONDS, left))
+        else:
+            return
 
 
 def _welcome(wire: Wire, fds: int, seconds: float) -> Welcome:

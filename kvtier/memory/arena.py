@@ -10,37 +10,26 @@ import bisect
 import contextlib
 import ctypes
 import errno
-import fcntl
 import logging
 import mmap
 import os
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.errors import ConfigError, MisuseError
+from kvtier.errors import ConfigError, MisuseError, ProtocolError
+from kvtier.memory.sealed import PAGE_BYTES, no_memory, sealed_memory, sealed_size
 from kvtier.units import format_bytes, format_least
 
-__all__ = [
-    "PAGE_BYTES",
-    "Arena",
-    "Memory",
-    "Slot",
-    "available_bytes",
-    "sealed_memory",
-    "slot_bytes_for",
-]
+__all__ = ["Arena", "Memory", "Slot", "slot_bytes_for"]
 
-PAGE_BYTES: Final = 4096
 
 _EXTENT_BYTES: Final = 64 << 20
 _EXTENTS: Final = 64  # at least as many, where they are not below one slot
 _MADV_POPULATE_WRITE: Final = 23  # linux/mman.h; absent from the mmap module of 3.11
-_SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _log = logging.getLogger("kvtier")
 
 
@@ -53,9 +42,20 @@ class Slot(NamedTuple):
 
 
 class Memory(Protocol):
-    """An arena as copies see it: its bytes [n], n 0 once it is closed."""
+    """An arena as copies see it."""
 
-    memory: NDArray[np.uint8]
+    @property
+    def id(self) -> int:
+        """What plans name it by; 0 for none."""
+        ...
+
+    def of(self, arena: int) -> NDArray[np.uint8] | None:
+        """Return the bytes [n] of the arena that a plan names, n 0 once it is closed.
+
+        None where such an arena may have been, or may come. Raises ProtocolError where a plan of
+        it can only be a mistake.
+        """
+        ...
 
 
 def slot_bytes_for(part_bytes: int) -> int:
@@ -125,16 +125,17 @@ class Arena:
             _check_chunk(capacity, part_bytes)
             fd = sealed_memory(capacity)
         self.fd = fd
+        self.id = os.fstat(fd).st_ino
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
-            self.nbytes = _sealed_size(fd)
+            self.nbytes = sealed_size(fd)
             try:
                 self._map = mmap.mmap(fd, self.nbytes)
                 self._map.madvise(mmap.MADV_DONTFORK)
                 self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
                 self.pinned = self._take()
             except OSError as error:
-                raise _no_memory(capacity, error) from error
+                raise no_memory(capacity, error) from error
             undo.pop_all()
         self._view = memoryview(self._map)
         self._extents: list[_Extent] = []
@@ -255,6 +256,12 @@ class Arena:
         """Return the writable bytes at `offset`, without a copy."""
         return self._view[offset : offset + nbytes]
 
+    def of(self, arena: int) -> NDArray[np.uint8]:
+        """See Memory."""
+        if arena != self.id:
+            raise ProtocolError("the plan belongs to another arena")
+        return self.memory
+
     @property
     def slots_in_use(self) -> int:
         """Slots handed out and not taken back."""
@@ -321,41 +328,6 @@ class Arena:
         return False
 
 
-def sealed_memory(capacity: int) -> int:
-    """Return the descriptor of a memfd of `capacity` bytes, in whole pages, whose size is sealed.
-
-    Its pages are not taken yet: an Arena does that. Raises ConfigError where there is no room.
-    """
-    available = available_bytes()
-    if capacity > available:
-        raise ConfigError(
-            f"dram capacity {format_bytes(capacity)} is more than the "
-            f"{format_bytes(available)} of memory available here; ask for less"
-        )
-    fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, capacity // PAGE_BYTES * PAGE_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as error:
-        os.close(fd)
-        raise _no_memory(capacity, error) from error
-    return fd
-
-
-def _sealed_size(fd: int) -> int:
-    """Return the size of an arena's memory. Raises ConfigError for what others may truncate."""
-    if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
-        raise ConfigError("this memory is not sealed; it must come from kvtier's sealed_memory")
-    return os.fstat(fd).st_size
-
-
-def _no_memory(capacity: int, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"cannot take {format_bytes(capacity)} of memory for dram "
-        f"({error.strerror}; {format_bytes(available_bytes())} available); ask for less"
-    )
-
-
 def _check_chunk(capacity: int, part_bytes: Sequence[int]) -> None:
     """Refuse memory that would never hold one chunk."""
     need = max(sum(map(slot_bytes_for, part_bytes)), PAGE_BYTES)
@@ -364,26 +336,3 @@ def _check_chunk(capacity: int, part_bytes: Sequence[int]) -> None:
             f"dram capacity {format_bytes(capacity)} is below one chunk of {format_least(need)}; "
             "give it at least that, better a hundred times as much"
         )
-
-
-def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory that a new arena may take: of the host, of this cgroup and those above."""
-    fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    inside = ""
-    with contextlib.suppress(OSError):
-        inside = (proc / "self" / "cgroup").read_text().partition("0::/")[2].strip()
-    for folder in (root / inside, *(root / inside).parents):
-        if folder.is_relative_to(root):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # no limit, or no cgroup v2
-                available = min(available, _cgroup_room(folder))
-    return max(available, 0)
-
-
-def _cgroup_room(folder: Path) -> int:
-    """Return what a cgroup may still take; the page cache that counts in it can be taken back."""
-    limit = int((folder / "memory.max").read_text())
-    lines = (folder / "memory.stat").read_text().splitlines()
-    stat = {name: int(value) for name, value in map(str.split, lines)}
-    used = int((folder / "memory.current").read_text())
-    return limit - used + stat["inactive_file"] + stat["active_file"]

@@ -30,7 +30,8 @@ from kvtier.daemon.process import Process
 from kvtier.daemon.sessions import Session, Sessions
 from kvtier.depot import Depot
 from kvtier.errors import KvtierError, ProtocolError
-from kvtier.memory.arena import Arena, Slot, sealed_memory
+from kvtier.memory.arena import Arena, Slot
+from kvtier.memory.sealed import sealed_memory
 from kvtier.seams import ThreadFlow
 from kvtier.testing.wire import PROMPT
 from kvtier.testing.with_parent import with_parent
@@ -77,7 +78,7 @@ class Besieged:
         self._arena = Arena(0, fd=sealed_memory(_ARENA_BYTES))
         config = kvtier.Config.from_urls(["dram:4MiB", f"lmdb:{folder / 'kv'}?capacity=32MiB"])
         depot = Depot.open(config, monotonic, ThreadFlow(), self._arena)
-        self.sessions = Sessions(depot, Grants(make_grants(), depot.arena_id), monotonic)
+        self.sessions = Sessions(depot, Grants(make_grants(), depot.arena.id), monotonic)
         self._here = Process.of(os.pidfd_open(os.getpid()), os.getpid())
         self._honest = self._hello(self._here)
         self._desk = self._ask(_joining("honest"), answers.Joined).desk

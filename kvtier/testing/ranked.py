@@ -1,8 +1,9 @@
 """Two ranks in processes of their own, under one scheduler with one Cache, small enough for tests.
 
-``python -m kvtier.testing.ranked SCHEDULER PEER ARENA`` is a rank: descriptors of its socket to
-the scheduler, of that to the other rank, and of the cache's arena. It takes messages in order:
-"open", then steps and plans, and ends when the scheduler does.
+``python -m kvtier.testing.ranked SCHEDULER PEER`` is a rank: descriptors of its socket to the
+scheduler, and of that to the other rank. It takes messages in order: "open", then steps and plans,
+and ends when the scheduler does. The arena is a daemon's, which it finds by the engine's id, or the
+scheduler's own, as a descriptor.
 """
 
 from __future__ import annotations
@@ -12,21 +13,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 import kvtier
-from kvtier.connectors.ranks import Channel, MappedArena, RankCopies, RankedPages
+from kvtier.connectors.ranks import Channel, RankCopies, RankedPages
 from kvtier.copier import Pages
+from kvtier.daemon.mapped import MappedArena
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import HybridConfig, Kind, ModelConfig, Span, random_hybrid
 from kvtier.engine.ranks import RankModel
 from kvtier.engine.runner import Runner
 from kvtier.engine.spans import StateCopy
 from kvtier.identity.geometry import Component
-from kvtier.memory.arena import Arena
 from kvtier.testing.inside import inside
 
 __all__ = ["RANKS", "Ranks", "main"]
@@ -40,7 +41,8 @@ class Ranks:
     """Both processes, as the scheduler sees them: a model, and pages for a connector.
 
     seed: of the random weights. cache: opened with two shards. num_blocks, num_states: of a
-    rank's pools, at least what the engine thinks of.
+    rank's pools, at least what the engine thinks of. engine: the id that the cache was opened with,
+    where that is a daemon's; path: of its socket, unless it is a private daemon.
     """
 
     def __init__(
@@ -51,21 +53,23 @@ class Ranks:
         *,
         num_blocks: int,
         num_states: int,
+        engine: str = "",
+        path: str = "",
     ) -> None:
         self.config = shape.sizes
         self.geometry = cache.geometry
         peers = socket.socketpair()
         links = [socket.socketpair() for _ in range(RANKS)]
-        arena = inside(cache).depot.arena.fd
+        arena = () if engine else (inside(cache).depot.arena.fd,)
         self.processes = [
-            _started(theirs.fileno(), peers[rank].fileno(), arena)
+            _started(theirs.fileno(), peers[rank].fileno(), *arena)
             for rank, (_, theirs) in enumerate(links)
         ]
         for theirs in (*peers, *(pair[1] for pair in links)):
             theirs.close()
         self.channels = [Channel(ours) for ours, _ in links]
         self.pages = RankedPages(self.channels)
-        order = (dataclasses.asdict(shape), seed, num_blocks, num_states)
+        order = (dataclasses.asdict(shape), seed, num_blocks, num_states, engine, path)
         for rank, channel in enumerate(self.channels):
             channel.send("open", *order, self.geometry.chunk_tokens, rank)
 
@@ -113,10 +117,8 @@ def _started(*descriptors: int) -> subprocess.Popen[bytes]:
 class _Rank:
     """The other side: one process's share of the model, of the KV, and of the copies."""
 
-    def __init__(
-        self, channel: Channel, peer: Channel, arena: MappedArena, order: list[Any]
-    ) -> None:
-        _, shape, seed, num_blocks, num_states, chunk_tokens, self._rank = order
+    def __init__(self, channel: Channel, peer: Channel, arena: list[int], order: list[Any]) -> None:
+        _, shape, seed, num_blocks, num_states, engine, path, chunk_tokens, self._rank = order
         whole = random_hybrid(_shape(shape), seed)
         self._channel, self._peer = channel, peer
         self._model = RankModel(whole, self._rank, RANKS, self._exchange)
@@ -125,8 +127,15 @@ class _Rank:
         runner = Runner(self._model, num_blocks, num_states, block, torch.bfloat16)
         self._kv = runner.kv
         self.device = CpuDevice()
-        mapped, place = cast("Arena", arena), (self._rank, RANKS, 0, 1)
-        pages = Pages(geometry, mapped, arena.id, self._kv, self.device, place)
+        place = (self._rank, RANKS, 0, 1)
+        if engine:
+            worker = kvtier.Worker(engine, path or None)
+            pages = worker.bind(geometry, self._kv, self.device, rank=place)
+            self._copies = RankCopies(channel, pages, self.device, worker.ended)
+            return
+        mapped = MappedArena()
+        mapped.map(*arena)
+        pages = Pages(geometry, mapped, self._kv, self.device, place)
         self._copies = RankCopies(channel, pages, self.device)
 
     def serve(self) -> None:
@@ -167,12 +176,12 @@ def _shape(data: dict[str, Any]) -> HybridConfig:
 def main(arguments: Sequence[str]) -> None:
     """Be a rank until the scheduler is gone. Blocks."""
     torch.set_num_threads(1)
-    scheduler, peer, arena = map(int, arguments)
+    scheduler, peer, *arena = map(int, arguments)
     channel, other = (Channel(socket.socket(fileno=number)) for number in (scheduler, peer))
     order = channel.receive(_ANSWER_SECONDS)
     if order is None:
         return
-    rank = _Rank(channel, other, MappedArena(arena), order)
+    rank = _Rank(channel, other, arena, order)
     try:
         rank.serve()
     except OSError as error:

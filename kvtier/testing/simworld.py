@@ -22,7 +22,7 @@ from kvtier.identity.geometry import Geometry
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.record import HEADER_BYTES
 from kvtier.identity.shape import chunk_shape
-from kvtier.memory.arena import PAGE_BYTES
+from kvtier.memory.sealed import PAGE_BYTES
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.faults import FaultyStore
 from kvtier.testing.inside import inside

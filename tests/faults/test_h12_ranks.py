@@ -113,7 +113,7 @@ def test_a_plan_for_other_ranks_is_refused(ranks, new_ranks):
     plan = ranks.cache.plan_save(ranks.cache.prefix(PROMPT[:CHUNK]), list(range(CHUNK // BLOCK)))
     kv = np.zeros((4, 2, 8, BLOCK, 2, 8), np.uint16)
     desk = ranks.cache._desk
-    other = type(ranks.pages[0])(GEOMETRY, desk.arena, desk.arena_id, [kv], ranks.devices[0])
+    other = type(ranks.pages[0])(GEOMETRY, desk.arena, [kv], ranks.devices[0])
     with pytest.raises(kvtier.ProtocolError, match="here are 1 shards and 1 stages"):
         other.execute(plan, ())
     results = [pages.execute(plan, ()).result(10) for pages in ranks.pages]

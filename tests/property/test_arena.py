@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvtier.errors import MisuseError
 from kvtier.memory import arena as module
-from kvtier.memory.arena import PAGE_BYTES, Arena, Slot, slot_bytes_for
+from kvtier.memory.arena import Arena, Slot, slot_bytes_for
+from kvtier.memory.sealed import PAGE_BYTES
 
 SIZES = [PAGE_BYTES, 3 * PAGE_BYTES - 100, 5 * PAGE_BYTES]
 PAGES = 47  # the last extent is too short for the largest part

@@ -14,7 +14,8 @@ import pytest
 
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.memory import arena as module
-from kvtier.memory.arena import PAGE_BYTES, Arena, Slot, available_bytes, slot_bytes_for
+from kvtier.memory.arena import Arena, Slot, slot_bytes_for
+from kvtier.memory.sealed import PAGE_BYTES, available_bytes
 
 MIB = 1 << 20
 
@@ -112,7 +113,7 @@ def test_in_one_extent_they_would_not_mix(monkeypatch):
 
 
 def test_more_than_is_available_is_refused_with_both_sizes(monkeypatch):
-    monkeypatch.setattr(module, "available_bytes", lambda: 3 * MIB)
+    monkeypatch.setattr("kvtier.memory.sealed.available_bytes", lambda: 3 * MIB)
     with pytest.raises(ConfigError, match=r"capacity 4 MiB is more than the 3 MiB of memory"):
         Arena(4 * MIB, [MIB])
     assert mappings() == 0

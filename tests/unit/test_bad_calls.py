@@ -156,7 +156,7 @@ CALLS = {
         "settled before",
     ),
     "settle a stranger's plan": (
-        lambda b: structs.replace(b.plan, arena=b.stranger.cache._desk.depot.arena_id),
+        lambda b: structs.replace(b.plan, arena=b.stranger.cache._desk.depot.arena.id),
         lambda b, plan: b.cache.settle(plan, OK),
         "not issued here",
     ),

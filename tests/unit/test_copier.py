@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,12 +33,12 @@ class Rank:
 
     def __init__(self) -> None:
         self.arena = Arena(1 << 16, SIZES)
-        self.id = os.fstat(self.arena.fd).st_ino
+        self.id = self.arena.id
         self.device = CpuDevice()
         numbers = np.random.default_rng(5)
         shapes = [(3, 2, BLOCKS, BLOCK, 2, 32), (2, 1, BLOCKS, BLOCK, 1, 24)]
         self.kv = [numbers.integers(0, 9999, shape).astype(np.uint16) for shape in shapes]
-        self.pages = Pages(GEOMETRY, self.arena, self.id, self.kv, self.device)
+        self.pages = Pages(GEOMETRY, self.arena, self.kv, self.device)
         self.slots = [self.arena.allocate(size) for size in SIZES]
 
     def plan(self, kind: Any = "save", blocks: tuple[int, ...] = (1, 2, 3, 4), first: int = 0):
@@ -164,7 +163,7 @@ def test_a_plan_for_another_arena_is_refused(rank: Rank):
 def test_taken_for_its_own_it_would_overwrite_a_slot(rank: Rank):
     """The twin: a rank that does not look at the arena's id."""
     other = msgspec.structs.replace(rank.plan(), arena=rank.id + 1)
-    rank.pages._arena_id = other.arena
+    rank.arena.id = other.arena
     assert rank.pages.execute(other, after=()).result(SECONDS).status is CopyStatus.OK
     assert rank.arena.memory.any()
 
@@ -186,7 +185,7 @@ def test_tensors_that_do_not_match_the_geometry_are_refused(rank: Rank):
     good = rank.kv
     for bad in ([], good[:1], [*good, good[0]]):
         with pytest.raises(ConfigError, match="2 components need as many"):
-            Pages(GEOMETRY, rank.arena, rank.id, bad, rank.device)
+            Pages(GEOMETRY, rank.arena, bad, rank.device)
     for bad in (
         [good[1], good[0]],
         [good[0].astype(np.uint8), good[1]],
@@ -195,15 +194,15 @@ def test_tensors_that_do_not_match_the_geometry_are_refused(rank: Rank):
         [good[0].reshape(3, 2, BLOCKS * 2, 2, 2, 32), good[1]],
     ):
         with pytest.raises(ConfigError, match="check dtype, block size, heads"):
-            Pages(GEOMETRY, rank.arena, rank.id, bad, rank.device)
+            Pages(GEOMETRY, rank.arena, bad, rank.device)
 
 
 def test_a_rank_holds_the_heads_of_its_shard(rank: Rank):
     geometry = Geometry((Component(3, 2, 8),), "float16", (BLOCK,), CHUNK)
     half = np.zeros((3, 2, BLOCKS, BLOCK, 1, 8), np.uint16)
-    pages = Pages(geometry, rank.arena, rank.id, [half], rank.device, (0, 2, 0, 1))
+    pages = Pages(geometry, rank.arena, [half], rank.device, (0, 2, 0, 1))
     part = PlanPart(*rank.slots[0], 0, 1, 2, 0, 1, 0, (5,))
     plan = CopyPlan(2, 1, "save", rank.id, BLOCK, (part,))
     assert pages.execute(plan, after=()).result(SECONDS).tokens == BLOCK
     with pytest.raises(ConfigError):
-        Pages(geometry, rank.arena, rank.id, [half], rank.device)
+        Pages(geometry, rank.arena, [half], rank.device)

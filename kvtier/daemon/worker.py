@@ -1,0 +1,190 @@
+"""A rank's own side of a daemon: the arena, mapped when it is first needed, and what it reports.
+
+The scheduler's process asks the catalog and sends plans by the engine's own channel. A rank only
+copies. Its connection tells the daemon that this process may, and when it does so no more: what
+it can still write to is given to nobody else.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from pathlib import Path
+from typing import Any, Final
+
+from kvtier.checks import check_wait
+from kvtier.clock import monotonic
+from kvtier.copier import Pages
+from kvtier.daemon.frames import encode
+from kvtier.daemon.mapped import MappedArena
+from kvtier.daemon.messages import Ended, Hello
+from kvtier.daemon.out import PLAN_BITS
+from kvtier.daemon.place import check_path, rendezvous
+from kvtier.daemon.wire import Wire, connect, wait_for_daemon
+from kvtier.device.base import Device
+from kvtier.errors import ConfigError, KvtierError, MisuseError
+from kvtier.events import Reporter
+from kvtier.identity.geometry import Geometry
+
+__all__ = ["Worker"]
+
+_GREETING_SECONDS: Final = 2.0
+_SOONEST: Final = 0.05  # seconds until it is tried again, which double up to the latest
+_LATEST: Final = 0.5
+
+
+class Worker:
+    """One rank's process on the daemon of its engine. Safe under fork and spawn.
+
+    engine: the id that the scheduler's cache was opened with. path: of the daemon's socket; that
+    of the engine's private daemon by default. Making one opens nothing: that happens when it is
+    first bound, in whichever process that is.
+    """
+
+    def __init__(self, engine: str, path: str | Path | None = None) -> None:
+        if not engine or not isinstance(engine, str):
+            raise ConfigError("a rank needs the id of its engine, as the scheduler gave it")
+        self.engine = engine
+        self.path = str(rendezvous(engine) if path is None else check_path(path))
+        self.arena = MappedArena()
+        self._session = b""
+        self._pid = 0
+        self._wire: Wire | None = None
+        self._unsaid: list[Ended] = []
+        self._lock = threading.Lock()  # of the wire and what it has to say
+        self._wake = -1
+        self._closing = False
+        self._thread: threading.Thread | None = None
+        self._reporter = Reporter(monotonic)
+
+    def bind(
+        self,
+        geometry: Geometry,
+        tensors: Any,
+        device: Device,
+        *,
+        rank: tuple[int, int, int, int] = (0, 1, 0, 1),
+        timeout: float = 60.0,
+    ) -> Pages:
+        """Bind this rank's KV tensors, one for each component, to the daemon's arena.
+
+        rank: its shard, of so many, and its stage, of so many. Blocks until the daemon is there,
+        `timeout` seconds at most, the first time. Raises ConfigError when it does not come, and
+        for tensors that are not of the geometry.
+        """
+        check_wait("a timeout", timeout)
+        self._open(timeout)
+        many = tensors if isinstance(tensors, (list, tuple)) else [tensors]
+        return Pages(geometry, self.arena, many, device, rank)
+
+    def ended(self, plan: int) -> None:
+        """Say that this process copies a plan no more, or never will. Never waits for the daemon.
+
+        plan: its id. What cannot be said now is said when the daemon is back.
+        """
+        if os.getpid() != self._pid:
+            raise MisuseError("a rank's connection does not cross fork; bind in the child")
+        with self._lock:
+            self._unsaid.append(Ended(plan >> PLAN_BITS, plan))
+            self._say()
+
+    def close(self) -> None:
+        """Close the connection, and let the arena go. Idempotent."""
+        if os.getpid() != self._pid or self._closing or self._thread is None:
+            return
+        self._closing = True
+        os.eventfd_write(self._wake, 1)
+        self._thread.join()  # it waits for nobody longer than a greeting
+        self.arena.unmap()
+        os.close(self._wake)
+
+    # ---- the connection
+
+    def _open(self, timeout: float) -> None:
+        """Connect in this process, unless that was done."""
+        if os.getpid() == self._pid:
+            if self._closing:
+                raise MisuseError("this rank is closed")
+            return
+        self._session = os.urandom(16)
+        self._lock = threading.Lock()  # a parent's may have been held as it forked
+        self._unsaid, self._wire, self.arena = [], None, MappedArena()
+        wait_for_daemon(self.path, self._come_up, timeout)
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="kvtier-rank", daemon=True)
+        self._thread.start()
+        self._pid = os.getpid()
+
+    def _come_up(self) -> None:
+        """Say hello, and map the arena if it is another. Raises OSError and KvtierError."""
+        hello = Hello(self._session, self.engine, "worker", 0, self.arena.id)
+        wire, welcome, fd = connect(self.path, hello, _GREETING_SECONDS)
+        if welcome.arena == self.arena.id:
+            os.close(fd)
+        else:
+            try:
+                self.arena.map(fd)
+            except BaseException:
+                wire.close()
+                raise
+        with self._lock:
+            self._wire = wire
+            self._say()
+
+    def _say(self) -> None:
+        """Send what was not said. Called under the lock."""
+        wire = self._wire
+        try:
+            while self._unsaid and wire is not None and not wire.unsent:
+                wire.put(encode(self._unsaid[0]), 0.0)
+                self._unsaid.pop(0)
+        except OSError:
+            wire = None  # the thread sees it, too
+
+    def _run(self) -> None:
+        """Notice that the daemon is gone, and come back to it."""
+        wait = 0.0
+        while not self._closing:
+            if self._wire is not None:
+                self._watch(self._wire)
+                wait = 0.0
+                continue
+            try:
+                self._come_up()
+            except (FileNotFoundError, ConnectionRefusedError):
+                self.arena.unmap()  # nobody keeps that memory any more
+            except (OSError, KvtierError) as error:
+                self._reporter.warn(f"the daemon at {self.path}", str(error))
+            if self._wire is None:
+                self._pause(wait)
+                wait = min(2 * wait or _SOONEST, _LATEST)
+        with self._lock:
+            wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+
+    def _watch(self, wire: Wire) -> None:
+        """Wait until the connection is lost, or this is closed."""
+        poll = select.poll()
+        poll.register(self._wake, select.POLLIN)
+        while not self._closing:
+            poll.register(wire, select.POLLIN | (select.POLLOUT if wire.unsent else 0))
+            poll.poll(_LATEST * 1e3 if wire.unsent else None)
+            try:
+                wire.take(0.0)
+                with self._lock:
+                    wire.put(b"", 0.0)
+                    self._say()
+            except (OSError, KvtierError) as error:
+                if not self._closing:
+                    self._reporter.warn(f"the daemon at {self.path}", str(error))
+                with self._lock:
+                    self._wire = None
+                wire.close()
+                return
+
+    def _pause(self, seconds: float) -> None:
+        """Wait, or until this is closed."""
+        select.select([self._wake], [], [], seconds)
