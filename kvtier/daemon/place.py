@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import re
+import select
 import socket
 import stat
 import struct
@@ -27,6 +28,8 @@ MOST_PATH: Final = 107  # bytes of a socket's path: unix(7), sun_path
 _BACKLOG: Final = 4096
 _FLOCK: Final = struct.Struct("hhqqi4x")  # fcntl(2), struct flock on 64-bit Linux
 _PEER: Final = struct.Struct("iII")  # unix(7), struct ucred
+_DYING_POLLS: Final = 100
+_DYING_SECONDS: Final = 0.05
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 
 _held: dict[str, None] = {}  # a POSIX lock does not keep out the process that has it
@@ -230,20 +233,31 @@ class Place:
             return
         if not stat.S_ISSOCK(found.st_mode):
             raise ConfigError(f"{self.path} is no socket; remove it, or choose another path")
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(0.0)
-            try:
-                probe.connect(str(self.path))
-            except ConnectionRefusedError:  # nobody listens, and nobody will
+        for _ in range(_DYING_POLLS):
+            owner = _listener(self.path)
+            if owner is None:  # nobody listens, and nobody will
                 os.unlink(name, dir_fd=self._folder)
                 return
-            except OSError:
-                raise _taken(self.path, 0) from None
-            raise _taken(self.path, _PEER.unpack(_peer(probe))[0])
+            if not owner or Path(f"/proc/{owner}").exists():
+                raise _taken(self.path, owner)
+            select.select((), (), (), _DYING_SECONDS)  # its server is not quite gone
+        raise _taken(self.path, owner or 0)
 
 
-def _peer(connected: socket.socket) -> bytes:
-    return connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+def _listener(path: Path) -> int | None:
+    """Return the process that made a socket listen, 0 if it cannot be told, None for none."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.0)
+        try:
+            probe.connect(str(path))
+            found: tuple[int, ...] = _PEER.unpack(
+                probe.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
+            )
+        except ConnectionRefusedError:
+            return None
+        except OSError:  # its queue is full, or it is another user's
+            return 0
+        return found[0]
 
 
 def _lock_owner(number: int) -> int:

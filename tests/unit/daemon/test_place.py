@@ -32,6 +32,44 @@ def test_without_asking_who_listens_it_would_be(tmp_path, monkeypatch):
         Place(tmp_path / "s").close()
 
 
+def dying(path) -> socket.socket:
+    """Return a socket that still listens though the process that made it has ended."""
+    ours, theirs = socket.socketpair()
+    child = os.fork()
+    if not child:
+        listening = socket.socket(socket.AF_UNIX)
+        listening.bind(str(path))
+        listening.listen(1)
+        socket.send_fds(theirs, [b"x"], [listening.fileno()])
+        os._exit(0)
+    with ours, theirs:
+        _, [number], _, _ = socket.recv_fds(ours, 1, 1)
+    os.waitpid(child, 0)
+    return socket.socket(fileno=number)
+
+
+def test_a_daemon_that_is_not_quite_gone_is_waited_for(tmp_path, monkeypatch):
+    listening = dying(tmp_path / "s")
+    waits = []
+
+    def wait(*args) -> None:
+        waits.append(args)
+        listening.close()
+
+    monkeypatch.setattr("kvtier.daemon.place.select.select", wait)
+    Place(tmp_path / "s").close()
+    assert len(waits) == 1
+
+
+def test_but_not_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtier.daemon.place._DYING_SECONDS", 0.0)
+    with (
+        dying(tmp_path / "s"),
+        pytest.raises(kvtier.ConfigError, match="in use by"),
+    ):
+        Place(tmp_path / "s")
+
+
 def test_a_stale_socket_and_lock_are_taken_over_and_a_file_is_not(tmp_path):
     with socket.socket(socket.AF_UNIX) as other:
         other.bind(str(tmp_path / "s"))
