@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
+from collections.abc import Iterator
 from typing import Final
 
 from kvtier.catalog.catalog import Catalog, Shelf
@@ -46,8 +47,8 @@ class Depot:
         self.metrics = Metrics()
         self.flow = flow
         self.clock = clock
-        self.plan_ids = itertools.count(1)
-        self.cache_numbers = itertools.count(1)
+        self.plan_ids: Iterator[int] = itertools.count(1)
+        self.cache_numbers: Iterator[int] = itertools.count(1)
         self.bypassed: dict[bytes, None] = {}  # digests of namespaces
         self._lock = threading.Lock()
         self._caches = 1

@@ -15,7 +15,7 @@ from kvtier.daemon import answers, messages
 from kvtier.daemon.errands import Errands, Reply, outcome
 from kvtier.daemon.holds import Holds
 from kvtier.daemon.messages import Message, Prompt
-from kvtier.daemon.out import PLAN_BITS, Outs
+from kvtier.daemon.out import Outs
 from kvtier.daemon.session import Session
 from kvtier.depot import Depot
 from kvtier.desk import Match
@@ -230,13 +230,11 @@ class Calls:
 
     def _settle(self, session: Session, message: messages.Settle, reply: Reply) -> None:
         del reply
-        if message.generation == message.plan >> PLAN_BITS:
-            self._outs.settle(message.plan, session.token, ok=message.ok)
+        self._outs.settle(message.plan, session.token, ok=message.ok)
 
     def _ended(self, session: Session, message: messages.Ended, reply: Reply) -> None:
         del reply
-        if message.generation == message.plan >> PLAN_BITS:
-            self._outs.ended(message.plan, session.engine, session.who)
+        self._outs.ended(message.plan, session.engine, session.who)
 
     def _reserve(self, session: Session, message: messages.Reserve, reply: Reply) -> None:
         desk, prefix = self._prefix(session, message.desk, message.prompt, reply)

@@ -13,6 +13,7 @@ that a server that is killed between two writes leaves none that is half.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -100,20 +101,27 @@ class Grants:
 
     fd: of ``make_grants``; it is closed with this. arena: the arena's inode number; what was
     granted of another one is forgotten. generation: how many servers have opened it, this one
-    included. Raises ConfigError for what is no such table.
+    included. Raises ConfigError for what is no such table, and ProtocolError for a damaged one.
     """
 
     def __init__(self, fd: int, arena: int) -> None:
-        if os.fstat(fd).st_size != _BYTES:
-            raise ConfigError("the table of grants has another size; start the daemon anew")
-        self._map = mmap.mmap(fd, _BYTES)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, fd)
+            if os.fstat(fd).st_size != _BYTES:
+                raise ConfigError("the table of grants has another size; start the daemon anew")
+            self._map = mmap.mmap(fd, _BYTES)
+            undo.callback(self._map.close)
+            self._map.madvise(mmap.MADV_DONTFORK)
+            self._open(arena)
+            undo.pop_all()
         self._fd = fd
-        self._map.madvise(mmap.MADV_DONTFORK)
+
+    def _open(self, arena: int) -> None:
+        """Begin a generation, with what the one before has left."""
         magic, version, generation, of = _HEADER.unpack_from(self._map)
         if magic != _MAGIC:
             version, generation = _VERSION, 0
         if version != _VERSION:
-            self.close()
             raise ConfigError(f"grants of version {version}, not {_VERSION}; start the daemon anew")
         if magic != _MAGIC or of != arena:
             self._forget()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
@@ -43,6 +42,7 @@ _log = logging.getLogger("kvtier")
 class Holds:
     """Leases, fetches and plans of all sessions.
 
+    numbers: of leases.
     share: of the arena that one session may hold by leases and plans; beyond it a lease is none,
     and a save is refused as busy. Pins have a limit of their own, with the Catalog.
     """
@@ -51,6 +51,7 @@ class Holds:
         self,
         depot: Depot,
         outs: Outs,
+        numbers: Iterator[int],
         lock: AbstractContextManager[Any],
         clock: Clock,
         share: float,
@@ -61,7 +62,7 @@ class Holds:
         self._clock = clock
         self._most_bytes = int(share * depot.arena.nbytes)
         self._most_cells = int(share * CELLS)
-        self._numbers = itertools.count(1)
+        self._numbers = numbers
 
     def _spare(self, session: Session) -> int:
         """Return the bytes that a session may hold beside what it does."""

@@ -7,16 +7,25 @@ Until then nobody else gets the slots, whoever wants them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvtier.daemon.grants import Grants, Who
 
-__all__ = ["PLAN_BITS", "Out", "Outs"]
+__all__ = ["PLAN_BITS", "Out", "Outs", "handles"]
 
 PLAN_BITS: Final = 40
 """A plan's id is the generation that issued it, and so many bits that count its plans."""
+
+
+def handles(generation: int) -> Iterator[int]:
+    """Count plans, leases or desks of one server, so that none is named like an earlier one's.
+
+    The generation stands above PLAN_BITS.
+    """
+    return itertools.count(generation << PLAN_BITS | 1)
 
 
 @dataclass(slots=True, eq=False)

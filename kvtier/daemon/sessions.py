@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from kvtier.daemon.errands import Reply
 from kvtier.daemon.grants import Grant, Grants, Who, cells_for
 from kvtier.daemon.holds import Holds
 from kvtier.daemon.messages import Hello, Message
-from kvtier.daemon.out import PLAN_BITS, Out, Outs
+from kvtier.daemon.out import Out, Outs, handles
 from kvtier.daemon.process import Process
 from kvtier.daemon.prompts import Recall
 from kvtier.daemon.session import Session
@@ -67,14 +66,16 @@ class Sessions:
         self._outs = Outs(grants)
         self._recall = Recall()
         self._slots: dict[Slot, int] = {}  # that earlier servers granted: in how many plans
-        depot.plan_ids = itertools.count(grants.generation << PLAN_BITS | 1)
+        depot.plan_ids = handles(grants.generation)
+        depot.cache_numbers = handles(grants.generation)
         for grant in grants.left:
             self._take_over(grant)
         self._watched = [again(*who) for who in self._outs.processes()]
         for process in self._watched:
             if process.dead:
                 self._outs.died(_who(process))
-        self._holds = Holds(depot, self._outs, self._lock, clock, share)
+        leases = handles(grants.generation)
+        self._holds = Holds(depot, self._outs, leases, self._lock, clock, share)
         self._calls = Calls(depot, self._outs, self._all, self._lock, self._holds)
 
     # ---- what earlier servers granted

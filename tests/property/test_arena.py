@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hypothesis
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.errors import MisuseError
 from kvtier.memory import arena as module
 from kvtier.memory.arena import Arena, Slot, slot_bytes_for
-from kvtier.memory.sealed import PAGE_BYTES
+from kvtier.memory.sealed import PAGE_BYTES, sealed_memory
 
 SIZES = [PAGE_BYTES, 3 * PAGE_BYTES - 100, 5 * PAGE_BYTES]
 PAGES = 47  # the last extent is too short for the largest part
@@ -22,23 +22,34 @@ class ArenaMachine(RuleBasedStateMachine):
         super().__init__()
         usual, module._EXTENTS = module._EXTENTS, 3
         try:
-            self.arena = Arena(PAGES * PAGE_BYTES + 77, [SIZES[1], SIZES[2]])
+            self.arena = self.opened()
         finally:
             module._EXTENTS = usual
+        self.foreign: set[Slot] = set()
         self.extents = [(extent.first, extent.nbytes) for extent in self.arena._extents]
         self.live: dict[Slot, int] = {}
         self.serials: set[int] = set()
 
+    def opened(self) -> Arena:
+        return Arena(PAGES * PAGE_BYTES + 77, [SIZES[1], SIZES[2]])
+
     def inside(self, first: int, nbytes: int) -> list[Slot]:
-        return [slot for slot in self.live if first <= slot.offset < first + nbytes]
+        """Return the slots in use that were handed out here."""
+        own = (slot for slot in self.live if slot not in self.foreign)
+        return [slot for slot in own if first <= slot.offset < first + nbytes]
+
+    def places(self, first: int, nbytes: int, size: int) -> int:
+        """Count the slots of a size into which an extent can be cut, beside what is foreign."""
+        starts = range(first, first + nbytes // size * size, size)
+        return sum(not any(across(start, size, slot) for slot in self.foreign) for start in starts)
 
     def fits(self, size: int) -> bool:
         """Say whether a slot of that size must be found: in an empty extent, or in one like it."""
         for first, nbytes in self.extents:
             slots = self.inside(first, nbytes)
-            if not slots and nbytes >= size:
-                return True
-            if slots and slots[0].nbytes == size and len(slots) < nbytes // size:
+            if (not slots or slots[0].nbytes == size) and len(slots) < self.places(
+                first, nbytes, size
+            ):
                 return True
         return False
 
@@ -62,6 +73,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject) -> None:
         slot = data.draw(st.sampled_from(sorted(self.live)))
         del self.live[slot]
+        self.foreign.discard(slot)
         self.arena.free(slot)
         assert not self.arena.holds(slot)
         try:
@@ -75,6 +87,7 @@ class ArenaMachine(RuleBasedStateMachine):
         for slot in self.live:
             self.arena.free(slot)
         self.live.clear()
+        self.foreign.clear()
         for nbytes in SIZES:
             size = slot_bytes_for(nbytes)
             taken = []
@@ -109,5 +122,41 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.close()
 
 
+def across(start: int, nbytes: int, slot: Slot) -> bool:
+    return start < slot.offset + slot.nbytes and slot.offset < start + nbytes
+
+
+class OutlivedMachine(ArenaMachine):
+    """The same over memory of which an earlier arena has handed out slots, cut otherwise."""
+
+    def opened(self) -> Arena:
+        return Arena(0, fd=sealed_memory(PAGES * PAGE_BYTES + 77))
+
+    @initialize(
+        runs=st.lists(
+            st.tuples(st.integers(0, 9), st.integers(1, 6), st.integers(1, 255)), max_size=8
+        )
+    )
+    def adopt(self, runs: list[tuple[int, int, int]]) -> None:
+        page = 0
+        for serial, (gap, pages, value) in enumerate(runs, 1):
+            page += gap
+            if page + pages > PAGES:
+                break
+            slot = Slot(page * PAGE_BYTES, pages * PAGE_BYTES, serial)
+            self.arena.adopt(slot)
+            self.arena.memory[slot.offset : slot.offset + slot.nbytes] = value
+            self.live[slot] = value
+            self.serials.add(serial)
+            self.foreign.add(slot)
+            page += pages
+        usual, module._EXTENTS = module._EXTENTS, 3
+        self.arena.cut_for([SIZES[1], SIZES[2]])
+        module._EXTENTS = usual
+        self.extents = [(extent.first, extent.nbytes) for extent in self.arena._extents]
+
+
 TestArena = ArenaMachine.TestCase
 TestArena.settings = hypothesis.settings(max_examples=40, stateful_step_count=40)
+TestOutlived = OutlivedMachine.TestCase
+TestOutlived.settings = hypothesis.settings(max_examples=40, stateful_step_count=40)

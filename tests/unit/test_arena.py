@@ -228,7 +228,7 @@ def test_nobody_can_change_the_size(arena: Arena):
 
 
 def test_unsealed_anybody_could(monkeypatch):
-    monkeypatch.setattr(module, "_SEALS", 0)
+    monkeypatch.setattr("kvtier.memory.sealed._SEALS", 0)
     arena = Arena(MIB, [MIB])
     try:
         os.ftruncate(arena.fd, MIB + PAGE_BYTES)
