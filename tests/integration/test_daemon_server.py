@@ -89,6 +89,13 @@ def test_a_killed_server_comes_back_with_the_same_arena_and_the_next_generation(
         assert "was ended by signal 9; it starts again" in daemon.log.read_text()
 
 
+def test_a_server_loads_no_torch_and_opens_no_gpu():
+    with running(DRAM) as daemon:
+        mapped = Path(f"/proc/{daemon.server_pid()}/maps").read_text()
+        assert "libpython" in mapped or "python3" in mapped
+        assert not [word for word in ("torch", "libcuda", "/dev/nvidia") if word in mapped]
+
+
 def test_clients_that_come_while_there_is_no_server_are_served_by_the_next():
     with running(DRAM) as daemon:
         pid = daemon.server_pid()

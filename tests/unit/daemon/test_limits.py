@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import threading
 
 import pytest
@@ -132,6 +134,52 @@ def test_connections_are_capped_and_the_next_is_told(start):
         assert first.ask(Figures(), Answer)
     soon(lambda: running.sessions.open == 0)
     assert running.serves()
+
+
+class Full:
+    """A listening socket of a process that has no descriptor left, for so many calls."""
+
+    def __init__(self, door, times) -> None:
+        self.door = door
+        self.left = times
+
+    def fileno(self):
+        return self.door.fileno()
+
+    def accept(self):
+        self.left -= 1
+        if self.left >= 0:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self.door.accept()
+
+
+def test_without_descriptors_the_loop_rests_and_then_goes_on(served, caplog):
+    server = served.server
+    server._listening = Full(server._listening, 2)
+    ticks = served.sessions.ticks
+    assert served.serves()
+    assert served.sessions.ticks >= ticks + 2, "it tried once a tick"
+    assert caplog.text.count("Too many open files") == 2
+
+
+def rounds_of(running, ticks) -> int:
+    """Count how often the loop wakes up while so many ticks go by."""
+    server, rounds = running.server, []
+    whole = server._send_posted
+    server._send_posted = lambda: (rounds.append(0), whole())
+    until = running.sessions.ticks + ticks
+    soon(lambda: running.sessions.ticks >= until)
+    return len(rounds)
+
+
+def test_idle_connections_wake_nobody_up(served):
+    with contextlib.ExitStack() as clients:
+        for _ in range(256):
+            clients.enter_context(RawClient(served.path)).greet()
+        assert len(served.server._connections) == 256
+        assert not served.server._late
+        assert rounds_of(served, 4) <= 6
+    soon(lambda: served.sessions.open == 0)
 
 
 # ---- turns
