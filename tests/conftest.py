@@ -10,6 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before anything imports torch or numpy: more threads than free cores cost a factor of ten.
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
@@ -87,7 +88,7 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+def no_leaks(request: pytest.FixtureRequest, where: str) -> Iterator[None]:
     """Fail a test that leaves a thread or a file descriptor behind.
 
     What wider-scoped fixtures hold was there before and is not counted. A test marked `server`
@@ -148,6 +149,97 @@ def open_descriptors() -> dict[int, str]:
         except FileNotFoundError:  # the listing's own descriptor
             continue
     return found
+
+
+# ----------------------------------------------------------------------- here, and at a daemon
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test that is marked `everywhere` here and at a daemon, unless it looks `inside`."""
+    test = metafunc.definition
+    if test.get_closest_marker("everywhere") and not test.get_closest_marker("inside"):
+        metafunc.parametrize("where", ["local", "unix"], indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Say where caches are: `local`, or `unix`; then each that is opened has a daemon of its own.
+
+    It ends, in order, when the last cache at it is closed.
+    """
+    found: str = getattr(request, "param", "local")
+    if found == "local":
+        yield found
+        return
+    import kvtier
+
+    daemons = Daemons(request.getfixturevalue("nursery"), kvtier.open)
+    monkeypatch.setattr(kvtier, "open", daemons.open)
+    yield found
+    daemons.close()
+
+
+class Daemons:
+    """Opens caches at daemons."""
+
+    def __init__(self, nursery: Any, at: Callable[..., Any]) -> None:
+        self._nursery = nursery
+        self._at = at
+        self._running: dict[int, None] = {}
+
+    def open(self, *tiers: Any, **how: Any) -> Any:
+        """Stand in for ``kvtier.open``."""
+        from kvtier.config import Config
+
+        quotas = {}
+        if isinstance(tiers[0], Config):
+            (config,) = tiers
+            quotas, tiers = (
+                config.quotas,
+                (
+                    f"dram:{config.dram}B",
+                    *(
+                        f"{one.scheme}:{one.location}?capacity={one.capacity}B"
+                        for one in config.tiers
+                    ),
+                ),
+            )
+        path, pid = self._nursery.start(tiers, quotas)
+        self._running[pid] = None
+        try:
+            cache = self._at(f"unix:{path}?patience=20s", **how)
+        except BaseException:
+            self._end(pid)
+            raise
+        link = cache._desk.link
+        close = link.close
+
+        def close_both() -> None:
+            close()
+            self._end(pid)
+
+        link.close = close_both
+        return cache
+
+    def _end(self, pid: int) -> None:
+        if pid in self._running:
+            del self._running[pid]
+            self._nursery.end(pid)
+
+    def close(self) -> None:
+        """End those that a failing test has left."""
+        for pid in list(self._running):
+            self._end(pid)
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Any]:
+    """Return what starts daemons."""
+    from kvtier.testing.nursery import Nursery
+
+    one = Nursery()
+    yield one
+    one.close()
 
 
 # -------------------------------------------------------------------------------------- fixtures

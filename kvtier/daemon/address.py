@@ -9,7 +9,7 @@ from kvtier.daemon.place import check_path
 from kvtier.errors import ConfigError, unknown
 from kvtier.units import parse_seconds
 
-__all__ = ["PATIENCE", "SCHEME", "TIMEOUT", "Place", "parse_place"]
+__all__ = ["PATIENCE", "SCHEME", "TIMEOUT", "Address", "parse_address"]
 
 SCHEME: Final = "unix:"
 PATIENCE: Final = 0.02
@@ -17,7 +17,7 @@ TIMEOUT: Final = 10.0
 _MOST_NAME: Final = 256
 
 
-class Place(NamedTuple):
+class Address(NamedTuple):
     """path: of the socket. engine: that is served; its ranks name the same.
 
     patience: seconds that a call on an engine's thread waits for the daemon. timeout: seconds to
@@ -30,17 +30,17 @@ class Place(NamedTuple):
     timeout: float = TIMEOUT
 
 
-def parse_place(url: str) -> Place:
+def parse_address(url: str) -> Address:
     """Read a daemon's URL. Raises ConfigError, naming the nearest valid option."""
     rest = url.removeprefix(SCHEME)
     path, mark, query = rest.rpartition("?")
     path, query = (path, query) if mark else (rest, "")
     options: dict[str, Any] = dict(parse_options(url, query))
     for name, text in options.items():
-        if name not in Place._fields[1:]:
-            raise unknown("option of unix", name, Place._fields[1:])
+        if name not in Address._fields[1:]:
+            raise unknown("option of unix", name, Address._fields[1:])
         if name != "engine":
             options[name] = parse_seconds(text)
     if len(options.get("engine", "").encode()) > _MOST_NAME:
         raise ConfigError(f"an engine's name has {_MOST_NAME} bytes at most")
-    return Place(str(check_path(path)), **options)
+    return Address(str(check_path(path)), **options)

@@ -10,7 +10,7 @@ import numpy as np
 from kvtier.catalog.lease import Lease, LeaseState, by_chunk
 from kvtier.clock import monotonic
 from kvtier.daemon import answers, messages
-from kvtier.daemon.address import PATIENCE, TIMEOUT, parse_place
+from kvtier.daemon.address import PATIENCE, TIMEOUT, parse_address
 from kvtier.daemon.frames import unpack_slots
 from kvtier.daemon.link import Link
 from kvtier.daemon.messages import Message
@@ -289,7 +289,7 @@ def open_desk(url: str, namespace: Namespace, shape: Shape, ranks: tuple[int, in
 
     Raises ConfigError with cause and remedy, and ProtocolError for a daemon of another release.
     """
-    place = parse_place(url)
+    place = parse_address(url)
     link = Link(place.path, place.engine, place.patience)
     return _opened(link, place.timeout, namespace, shape, ranks)
 

@@ -8,6 +8,7 @@ import msgspec
 
 from kvtier.catalog.owners import Quota
 from kvtier.config import Config
+from kvtier.errors import ConfigError
 
 __all__ = ["Settings", "Started"]
 
@@ -29,8 +30,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return replace(Config.from_urls(list(self.tiers)), quotas=self.quotas)
 
     def encode(self) -> bytes:
-        """Return them as bytes for ``decode``."""
-        return msgspec.json.encode(self)
+        """Return them as bytes for ``decode``. Raises ConfigError for what is no text."""
+        try:
+            return msgspec.json.encode(self)
+        except UnicodeEncodeError as error:
+            bad = error.object
+            raise ConfigError(f"{bad!r} names no directory: some of it is no UTF-8") from error
 
     @classmethod
     def decode(cls, data: bytes) -> Settings:

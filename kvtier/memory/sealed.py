@@ -22,6 +22,11 @@ def sealed_memory(capacity: int) -> int:
 
     Its pages are not taken yet: an Arena does that. Raises ConfigError where there is no room.
     """
+    if capacity < PAGE_BYTES:
+        raise ConfigError(
+            f"dram capacity {format_bytes(capacity)} is below one chunk of any model, and below "
+            f"one page of {format_bytes(PAGE_BYTES)}; ask for more"
+        )
     available = available_bytes()
     if capacity > available:
         raise ConfigError(

@@ -7,6 +7,8 @@ import pytest
 from kvtier import Namespace
 from kvtier.testing.toy import BLOCK, CHUNK, GEOMETRY, Toy, dram, opened, prompt
 
+pytestmark = pytest.mark.everywhere
+
 TOKENS = prompt(4 * CHUNK + 1)
 
 

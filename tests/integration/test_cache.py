@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,9 @@ from kvtier.testing.toy import (
     pattern,
     prompt,
 )
+from kvtier.transfer import CopyResult, CopyStatus
+
+pytestmark = pytest.mark.everywhere
 
 # ------------------------------------------------------------------------------------ exactness
 
@@ -178,3 +183,17 @@ def test_second_touch_writes_down_only_what_is_used_again(tmp_path):
     assert one.cache.flush(timeout=20)
     assert one.cache.metrics.get("spilled_bytes", tier="lmdb") == 4 * CHUNK_BYTES
     one.close()
+
+
+def test_another_geometry_on_the_same_memory_works_beside_it(toy):
+    toy.save("a", prompt(257)[:256])
+    geometry = replace(GEOMETRY, components=(kvtier.Component(layers=1, heads=2, head_size=8),))
+    small = toy.cache.share(kvtier.Namespace("tiny", geometry))
+    plan = small.plan_save(small.prefix(prompt(257)), range(16))
+    assert len(plan.parts) == 4
+    small.settle(plan, CopyResult(CopyStatus.OK))
+    small.flush(timeout=5)
+    assert small.match(prompt(257)).chunks == toy.cache.match(prompt(257)).chunks == 4
+    with toy.cache.lease(toy.cache.match(prompt(257)), deadline=60) as lease:
+        small.close()
+        assert lease.held

@@ -24,6 +24,8 @@ from kvtier.testing.toy import (
 )
 from kvtier.transfer import CopyResult, CopyStatus
 
+pytestmark = pytest.mark.everywhere
+
 # ------------------------------------------------------------------------------- holds and time
 
 
@@ -54,6 +56,7 @@ def test_a_request_that_never_loads_frees_its_lease_when_it_ends(toy):
     assert toy.cache.figures()["kvtier_leased_parts"] == 0
 
 
+@pytest.mark.inside("lets a deadline pass")
 def test_a_lease_that_ended_before_the_load_is_taken_anew(toy):
     """A request may wait for blocks longer than a lease lasts; its bytes are there all the same."""
     tokens = prompt(257)
@@ -64,6 +67,7 @@ def test_a_lease_that_ended_before_the_load_is_taken_anew(toy):
     assert toy.load("b", tokens)[1].tokens == 256
 
 
+@pytest.mark.inside("counts slots")
 def test_a_plan_that_does_not_fit_the_blocks_holds_nothing(toy):
     tokens = prompt(257)
     with pytest.raises(ProtocolError, match="of 256"):
@@ -79,11 +83,13 @@ def test_a_plan_that_does_not_fit_the_blocks_holds_nothing(toy):
     assert toy.cache.figures()["kvtier_leased_parts"] == 0
 
 
+@pytest.mark.inside("stands in for the catalog")
 def test_clearing_ends_while_others_go_on_saving(toy, monkeypatch):
     monkeypatch.setattr(toy.cache._desk.catalog, "clear", lambda tier: ["just saved"])
     toy.cache.clear("dram", timeout=5)
 
 
+@pytest.mark.inside("lets memory run out")
 def test_a_part_that_cannot_be_sealed_gives_its_slot_back(toy, monkeypatch):
     tokens = prompt(257)
     left = [3]
@@ -226,6 +232,7 @@ def test_loading_more_than_was_leased_is_misuse(toy):
     lease.release()
 
 
+@pytest.mark.inside("counts slots")
 def test_a_block_table_that_is_too_short_is_misuse(toy):
     """Or the rest of a slot would be stored as it happens to be, under the chunk's name."""
     with pytest.raises(MisuseError, match="15 blocks do not hold 4 chunks"):
@@ -271,6 +278,7 @@ def test_threads_that_close_together_close_once(toy):
             assert closing.result(30) is None
 
 
+@pytest.mark.inside("lets a flush fail")
 def test_a_close_whose_flush_fails_still_closes(toy, monkeypatch):
     monkeypatch.setattr(toy.cache._desk.depot, "flush", lambda timeout: 1 // 0)
     with pytest.raises(ZeroDivisionError):
@@ -309,6 +317,7 @@ def test_a_load_that_ends_after_the_cache_is_closed_raises_nothing(tmp_path):
     one.device.close()
 
 
+@pytest.mark.inside("counts leases")
 def test_a_child_process_cannot_end_its_parents_lease(toy):
     tokens = prompt(257)
     toy.save("a", tokens[:256])
@@ -350,6 +359,7 @@ def test_blocks_of_another_shape_are_refused(toy):
             toy.cache.bind(np.zeros(shape, np.uint16), toy.device)
 
 
+@pytest.mark.inside("reads the catalog")
 def test_each_rank_copies_its_own_shard_only():
     """P7: two ranks fill one chunk; both load what each saved, and save anew what one lost."""
     tokens = prompt(257)

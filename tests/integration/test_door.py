@@ -10,6 +10,8 @@ import kvtier
 from kvtier.config import Config, TierConfig
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, GEOMETRY, NAMESPACE, Toy, prompt
 
+pytestmark = pytest.mark.everywhere
+
 DRAM = "dram:4MiB"
 
 
@@ -20,6 +22,7 @@ def refused(*tiers, **given):
 
 
 @pytest.mark.parametrize("place", ["memory:x", "lmdb:kv"])
+@pytest.mark.inside("names a place from this process's folder on")
 def test_a_tier_below_one_chunk_is_refused_and_what_it_asks_for_holds_one(
     tmp_path, monkeypatch, place
 ):
@@ -67,6 +70,7 @@ def test_what_is_no_namespace_and_no_number_of_shards_is_named(given, said):
         ),
     ],
 )
+@pytest.mark.inside("a daemon takes URLs")
 def test_a_configuration_made_by_hand_is_checked_too(tier, said):
     assert said in refused(Config(4 << 20, (tier,)))
 
@@ -86,6 +90,7 @@ def test_a_file_in_the_place_of_a_directory_is_named(tmp_path):
     assert (tmp_path / "kv").read_text() == "mine"
 
 
+@pytest.mark.inside("changes this process's HOME")
 def test_a_home_and_a_question_mark_are_places_like_others(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     kvtier.open(DRAM, "lmdb:~/what? é/kv?capacity=64MiB", namespace=NAMESPACE).close()

@@ -9,6 +9,8 @@ from kvtier.plans import ABSENT
 from kvtier.testing.toy import prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
+pytestmark = pytest.mark.everywhere
+
 BLOCK, CHUNK, CHUNKS = 4, 16, 6
 FULL = kvtier.Component(2, 2, 8, name="full")
 WINDOW = kvtier.Component(3, 2, 4, name="window", needs=kvtier.Needs.TRAILING, window=20)
@@ -51,6 +53,7 @@ def test_all_is_there(hybrid):
     assert [part.name for part in found.chunks[0].parts] == ["full", "window", "state"]
 
 
+@pytest.mark.inside("loses parts")
 def test_a_window_that_left_matters_where_it_is_needed_only(hybrid):
     cache = hybrid(FULL, WINDOW)
     lose(cache, 1, 1)
@@ -62,6 +65,7 @@ def test_a_window_that_left_matters_where_it_is_needed_only(hybrid):
     assert found.chunks[5].where() == "full: dram; window: -"
 
 
+@pytest.mark.inside("loses parts")
 def test_a_state_that_was_never_stored_ends_it(hybrid):
     cache = hybrid(FULL, STATE)
     lose(cache, 5, 1)
@@ -70,6 +74,7 @@ def test_a_state_that_was_never_stored_ends_it(hybrid):
     assert (found.end.chunk, found.end.why) == (0, "state: never seen, or gone for long.")
 
 
+@pytest.mark.inside("loses parts")
 def test_a_shard_that_is_missing_is_named(hybrid):
     cache = hybrid(FULL, shards=2)
     lose(cache, 3, 1)

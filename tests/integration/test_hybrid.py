@@ -16,6 +16,8 @@ from kvtier.identity.geometry import stage_layers
 from kvtier.plans import ABSENT
 from kvtier.testing.toy import prompt
 
+pytestmark = pytest.mark.everywhere
+
 BLOCK, CHUNK, BLOCKS, PLACES = 4, 16, 64, 16
 FULL = kvtier.Component(2, 2, 8)
 WINDOW = kvtier.Component(3, 2, 4, name="window", needs=kvtier.Needs.TRAILING, window=20)
@@ -136,6 +138,7 @@ def test_a_prefix_ends_where_a_state_is_stored(opened):
     assert load(cache, ranks, prompt(TOKENS + 1)) == 96, "read back from below"
 
 
+@pytest.mark.inside("loses parts")
 def test_old_windows_and_states_may_go_without_harm(opened):
     """H04: what is usable is what every component has what it needs of; nobody takes the most."""
     cache, ranks = opened(*HYBRID)
@@ -150,6 +153,7 @@ def test_old_windows_and_states_may_go_without_harm(opened):
     assert load(cache, ranks, more) == 0, "no shorter prefix has its window"
 
 
+@pytest.mark.inside("loses parts")
 def test_one_part_of_full_attention_ends_what_can_be_used(opened):
     cache, ranks = opened(*HYBRID)
     tokens = prompt(TOKENS)
@@ -162,6 +166,7 @@ def test_one_part_of_full_attention_ends_what_can_be_used(opened):
     assert load(cache, ranks, np.append(tokens, 1)) == 0
 
 
+@pytest.mark.inside("loses parts")
 def test_a_fetch_that_fails_in_part_gives_what_is_usable(opened):
     """The state at the longest length cannot be read; an earlier one can."""
     cache, ranks = opened(*HYBRID)
@@ -175,6 +180,7 @@ def test_a_fetch_that_fails_in_part_gives_what_is_usable(opened):
     lease.release()
 
 
+@pytest.mark.inside("reads the catalog")
 def test_what_windows_leave_behind_makes_room_first(opened):
     """P6: parts outside every window leave before anything of full attention."""
     cache, ranks = opened(*HYBRID, dram=f"{20 * 4096}B")
@@ -199,6 +205,7 @@ def test_a_model_of_windows_only_needs_its_last_tokens(opened):
 
 
 @pytest.mark.parametrize(("shards", "stages"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.inside("loses parts")
 def test_every_rank_and_stage_copies_its_own(opened, shards, stages):
     """H12: each part once, one length for all, and a part that one of them lost shortens it."""
     cache, ranks = opened(

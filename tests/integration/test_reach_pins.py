@@ -9,6 +9,8 @@ from kvtier.catalog.lease import LeaseState
 from kvtier.catalog.pins import Pins
 from kvtier.testing.toy import CHUNK, GEOMETRY, Toy, dram, opened, prompt
 
+pytestmark = pytest.mark.everywhere
+
 SLOTS = 16
 TOKENS = prompt(4 * CHUNK + 1)
 
@@ -54,6 +56,7 @@ def test_a_pin_brings_a_prompt_up_and_keeps_it_there(toy):
     assert in_dram(toy) == 0
 
 
+@pytest.mark.inside("lets a deadline pass")
 def test_a_pin_ends_when_its_time_is_over_and_is_no_lease_that_expired(toy):
     lease = pin(toy, seconds=0.05)
     while lease.state is LeaseState.HELD:
@@ -93,6 +96,7 @@ def test_pins_hold_half_of_dram_at_most(toy):
     assert in_dram(toy, prompt(SLOTS * CHUNK, seed=10)) == SLOTS
 
 
+@pytest.mark.inside("takes a bound away")
 def test_without_the_bound_pins_would_take_all(toy, monkeypatch):
     monkeypatch.setattr(Pins, "fit", lambda *_: True)
     toy.save("b", prompt(12 * CHUNK + 1, seed=9))

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+import kvtier
 from kvtier import Config, Namespace, Quota
-from kvtier import open as open_cache
 from kvtier.catalog.catalog import Catalog
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, GEOMETRY, Toy, prompt
+
+pytestmark = pytest.mark.everywhere
 
 RECORD = CHUNK_BYTES + 256  # in the memory store: the payload and its header
 
@@ -18,7 +20,7 @@ def tenants(folder: str | None, *names: str, **quotas: Quota) -> list[Toy]:
     """Open one cache for several tenants; each gets a toy engine."""
     urls = ["dram:1MiB", folder or f"memory:shared?capacity={10 * RECORD}B"]
     config = replace(Config.from_urls(urls), dram=20 * CHUNK_BYTES, quotas=quotas)
-    first = open_cache(config, namespace=Namespace("tiny", GEOMETRY, tenant=names[0]))
+    first = kvtier.open(config, namespace=Namespace("tiny", GEOMETRY, tenant=names[0]))
     others = [first.share(Namespace("tiny", GEOMETRY, tenant=name)) for name in names[1:]]
     return [Toy(cache) for cache in (first, *others)]
 
@@ -37,6 +39,7 @@ def used(toy: Toy, tenant: str, tier: str) -> float:
     return toy.cache.metrics.get("tenant_used_bytes", tenant=tenant, tier=tier)
 
 
+@pytest.mark.inside("reads footprints")
 def test_spilling_keeps_to_a_ceiling_and_to_another_tenants_floor():
     acme, beta = toys = tenants(None, "acme", "beta", acme=Quota(0.3, 0.5), beta=Quota(0.3, 0.8))
     tier = next(iter(acme.cache._desk.depot.tiers.values()))
@@ -54,6 +57,7 @@ def test_spilling_keeps_to_a_ceiling_and_to_another_tenants_floor():
     close(toys)
 
 
+@pytest.mark.inside("takes a bound away")
 def test_what_does_not_fit_under_a_ceiling_is_dropped_and_counted(monkeypatch):
     """A prompt longer than its tenant's share of the tier is kept up to there."""
     (acme,) = tenants(None, "acme", acme=Quota(ceiling=0.5))

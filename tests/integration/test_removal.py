@@ -17,6 +17,8 @@ from kvtier.testing.toy import BLOCK, CHUNK, CHUNK_BYTES, NAMESPACE, Toy, dram, 
 from kvtier.tiers.store import Status
 from kvtier.transfer import CopyResult, CopyStatus
 
+pytestmark = pytest.mark.everywhere
+
 PROMPT = prompt(257, 1)
 WITHIN = 20.0
 

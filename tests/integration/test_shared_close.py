@@ -7,7 +7,10 @@ import pytest
 from kvtier.errors import MisuseError
 from kvtier.testing.toy import NAMESPACE, dram, opened
 
+pytestmark = pytest.mark.everywhere
 
+
+@pytest.mark.inside("joins the depot itself")
 def test_nobody_joins_after_the_last_has_left():
     """Its memory is gone: who came between that and the end of `close` would read nothing."""
     one = opened(dram(8))
@@ -18,6 +21,7 @@ def test_nobody_joins_after_the_last_has_left():
     assert not depot._caches
 
 
+@pytest.mark.inside("lets a flush wait")
 def test_the_last_one_may_close_while_another_is_on_its_way_out(monkeypatch):
     one = opened(dram(8))
     other = one.cache.share(NAMESPACE)

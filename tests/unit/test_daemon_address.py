@@ -9,28 +9,28 @@ import pytest
 
 import kvtier
 from kvtier import ConfigError
-from kvtier.daemon.address import Place, parse_place
+from kvtier.daemon.address import Address, parse_address
 from kvtier.testing.toy import NAMESPACE
 
 
 def test_options_are_read():
-    place = parse_place("unix:/run/a?b/kv.sock?engine=one&patience=20ms&timeout=2s")
-    assert place == Place("/run/a?b/kv.sock", "one", 0.02, 2.0)
-    assert parse_place("unix:/run/kv.sock") == Place("/run/kv.sock", "", 0.02, 10.0)
+    place = parse_address("unix:/run/a?b/kv.sock?engine=one&patience=20ms&timeout=2s")
+    assert place == Address("/run/a?b/kv.sock", "one", 0.02, 2.0)
+    assert parse_address("unix:/run/kv.sock") == Address("/run/kv.sock", "", 0.02, 10.0)
 
 
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("unix:", "needs the path"),
-        ("unix:?patience=1s", "needs the path"),
+        ("unix:", "is no path of a socket"),
+        ("unix:?patience=1s", "is no path of a socket"),
         ("unix:/kv.sock?patince=1s", "did you mean 'patience'"),
         ("unix:/kv.sock?patience=1", "no known unit"),
         ("unix:/kv.sock?patience", "must look like"),
         ("unix:/kv.sock?patience=1s&patience=2s", "given twice"),
         ("unix:/kv.sock?engine=" + "e" * 300, "256 bytes at most"),
-        ("unix:/" + "x" * 107, "has 107 bytes at most, and this one 108"),
-        ("unix:/" + "ü" * 60, "has 107 bytes at most, and this one 121"),
+        ("unix:/" + "x" * 107, "has 108 bytes, and the system takes 107"),
+        ("unix:/" + "ü" * 60, "has 121 bytes, and the system takes 107"),
     ],
 )
 def test_what_is_no_address_is_refused_with_the_remedy(url, says):
@@ -45,7 +45,7 @@ def test_a_path_of_the_longest_kind_is_tried(tmp_path):
 
 
 def test_a_daemon_has_its_own_tiers():
-    with pytest.raises(ConfigError, match="name unix:PATH alone"):
+    with pytest.raises(ConfigError, match="its own tiers: name unix:PATH"):
         kvtier.open("unix:/kv.sock", "dram:8MiB", namespace=NAMESPACE)
 
 
