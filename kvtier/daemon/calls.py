@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier.catalog.owners import NOBODY
-from kvtier.checks import check_seconds
+from kvtier.checks import check_wait
 from kvtier.daemon import answers, messages
 from kvtier.daemon.errands import Errands, Reply, outcome
 from kvtier.daemon.holds import Holds
@@ -252,7 +252,7 @@ class Calls:
         late: Message | None = None,
     ) -> None:
         """Start what takes longer, unless this session has too much of it under way."""
-        check_seconds("a timeout", timeout)
+        check_wait("a timeout", timeout)
         self._begin(session)
         try:
             more = {} if late is None else {"late": late}
@@ -273,6 +273,7 @@ class Calls:
             session.errands -= 1
 
     def _invalidate(self, session: Session, message: messages.Invalidate, reply: Reply) -> None:
+        check_wait("a timeout", message.timeout)
         _, prefix = self._prefix(session, message.desk, message.prompt, reply)
         if prefix is not None:
             names = [name for chunk in prefix.names[message.first :] for name in chunk]

@@ -249,6 +249,8 @@ class Holds:
         if taken:
             self._outs.charge(token, nbytes)
             plan = self._sent(session, plan, nbytes, packed, end)
+            if not plan:
+                more += len({part.depth for part, _ in taken})
         if not taken or not plan:
             reply(answers.Reserved(0, refused + more, b"", b"", b""))
             return
