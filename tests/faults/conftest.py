@@ -309,7 +309,8 @@ class Ranks:
         assert {result.status for result in results} == {CopyStatus.OK}
         self.cache.settle(plan, results[0])
         assert self.cache.flush(timeout=20)
-        copied = [[pages._copy(part, saves=True) for part in plan.parts] for pages in self.pages]
+        memory = self.cache._desk.arena.memory
+        copied = [[each._copy(p, memory, saves=True) for p in plan.parts] for each in self.pages]
         return [len(parts) - parts.count(None) for parts in copied]
 
     def load(self, tokens: np.ndarray) -> int:
