@@ -249,7 +249,8 @@ class Cache(Upkeep):
     def bind(self, tensors: Any, device: Device, *, shard: int = 0, stage: int = 0) -> Pages:
         """Bind one rank's KV tensors, one for each component, to this cache's arena.
 
-        shard, stage: the rank's. Raises ConfigError for tensors that are not of the geometry.
+        Of a component whose layers have a tensor each, the list of them. shard, stage: the rank's.
+        Raises ConfigError for tensors that are not of the geometry.
         """
         self._check()  # a forked child has no such memory: touching it would end the process
         many = tensors if isinstance(tensors, (list, tuple)) else [tensors]

@@ -36,6 +36,7 @@ class Pages:
     tensors: for each component of the geometry, in its order, the rank's KV tensor, shaped
     [layers, planes, blocks, block tokens, heads, head size] (any leading dimensions whose
     product is layers x planes will do); of states [layers, planes, places, heads, head size].
+    Or, where each layer has a tensor of its own, the list of them, in the order of the layers.
     rank: its shard, of so many, and its stage, of so many. Where several ranks hold the same
     bytes, the first of them saves, and all load.
     Calls enqueue and return; they come from one thread.
@@ -86,7 +87,7 @@ class Pages:
         if memory is None:
             return CopyTransfer((_GONE,), plan.tokens, blocks)
         saves = plan.kind == "save"
-        copies = [copy for part in plan.parts if (copy := self._copy(part, memory, saves=saves))]
+        copies = [copy for part in plan.parts for copy in self._copies(part, memory, saves=saves)]
         if saves:
             fence = self._device.gather(self._device.stream("store"), copies, after)
             return CopyTransfer((fence,), plan.tokens, blocks)
@@ -94,8 +95,8 @@ class Pages:
         groups = self._device.scatter(stream, copies, after, _LOAD_GROUPS)
         return CopyTransfer(groups, plan.tokens, blocks)
 
-    def _copy(self, part: PlanPart, memory: NDArray[np.uint8], *, saves: bool) -> Copy | None:
-        """Check a part and return its copy; None for one that is another rank's to copy."""
+    def _copies(self, part: PlanPart, memory: NDArray[np.uint8], *, saves: bool) -> list[Copy]:
+        """Check a part and return its copies; none for one that is another rank's to copy."""
         if part.component >= len(self._kinds):
             raise ProtocolError(f"the plan names component {part.component}")
         kind = self._kinds[part.component]
@@ -106,8 +107,8 @@ class Pages:
                 f"{name.stages}; here are {kind.shards} shards and {kind.stages} stages"
             )
         if (name.shard, name.stage) != (kind.shard, kind.stage) or (saves and not kind.saves):
-            return None
-        planes, count, block_bytes = kind.pages.shape
+            return []
+        planes, count, block_bytes = kind.planes, kind.count, kind.block_bytes
         chunk_blocks = 1 if kind.state else self._chunk_blocks
         first, odd = divmod(part.first_token, self._block_tokens)
         raw = planes * chunk_blocks * block_bytes
@@ -120,7 +121,12 @@ class Pages:
                 f"the plan names blocks {min(part.blocks)} to {max(part.blocks)} of {count}"
             )
         slot = memory[part.offset : part.offset + raw].reshape(planes, chunk_blocks, block_bytes)
-        return Copy(kind.pages, part.blocks, slot[:, first : first + len(part.blocks)])
+        slot = slot[:, first : first + len(part.blocks)]
+        each = planes // len(kind.pages)
+        return [
+            Copy(pages, part.blocks, slot[at * each : (at + 1) * each])
+            for at, pages in enumerate(kind.pages)
+        ]
 
 
 class _Gone:
@@ -156,9 +162,17 @@ class _Kind:
         self.saves = not turn  # of the ranks that hold the same bytes, the first
         self.state = component.needs is Needs.LAST
         row = component.heads * component.head_size * DTYPE_BYTES[geometry.dtype] // self.shards
-        planes = len(stage_layers(component, self.stage, self.stages)) * component.planes
-        tokens = 1 if self.state else geometry.block_tokens[0]
-        self.pages = device.pages(tensor, planes, tokens * row)
+        layers = len(stage_layers(component, self.stage, self.stages))
+        self.planes = layers * component.planes
+        self.block_bytes = row * (1 if self.state else geometry.block_tokens[0])
+        apart = isinstance(tensor, (list, tuple))  # a tensor for each layer
+        if apart and len(tensor) != layers:
+            raise ConfigError(
+                f"component {component.name!r} has {layers} layers here, and {len(tensor)} tensors"
+            )
+        tensors, planes = (tensor, component.planes) if apart else ([tensor], self.planes)
+        self.pages = [device.pages(one, planes, self.block_bytes) for one in tensors]
+        self.count = min(pages.shape[1] for pages in self.pages)
 
 
 def _possible(name: Part) -> bool:

@@ -197,6 +197,39 @@ def test_tensors_that_do_not_match_the_geometry_are_refused(rank: Rank):
             Pages(GEOMETRY, rank.arena, bad, rank.device)
 
 
+def test_layers_with_a_tensor_each_make_the_same_parts(rank: Rank):
+    """Both ways: what is saved from one tensor is loaded into many, and is the same bytes."""
+    rank.pages.execute(rank.plan(blocks=(7, 0, 11, 1)), after=()).result(SECONDS)
+    apart = [[np.zeros_like(layer) for layer in tensor] for tensor in rank.kv]
+    pages = Pages(GEOMETRY, rank.arena, apart, rank.device)
+    assert pages.execute(rank.plan("load", (5, 6, 2), BLOCK), after=()).result(SECONDS).tokens
+    for whole, layers in zip(rank.kv, apart, strict=True):
+        for layer, one in zip(whole, layers, strict=True):
+            assert np.array_equal(one[:, [5, 6, 2]], layer[:, [0, 11, 1]])
+            assert not one[:, [0, 1, 3, 4, 7, 8, 9, 10, 11]].any()
+    before = [rank.part(slot, at).copy() for at, slot in enumerate(rank.slots)]
+    rank.pages.execute(rank.plan("load", (2, 3, 4, 5)), after=()).result(SECONDS)
+    again = [list(tensor) for tensor in rank.kv]
+    for slot in rank.slots:
+        rank.arena.memory[slot.offset : slot.offset + slot.nbytes] = 0
+    Pages(GEOMETRY, rank.arena, again, rank.device).execute(
+        rank.plan(blocks=(2, 3, 4, 5)), after=()
+    ).result(SECONDS)
+    assert all(
+        np.array_equal(rank.part(slot, at), before[at]) for at, slot in enumerate(rank.slots)
+    )
+
+
+def test_a_tensor_for_each_layer_means_for_each(rank: Rank):
+    apart = [list(tensor) for tensor in rank.kv]
+    with pytest.raises(ConfigError, match="has 3 layers here, and 2 tensors"):
+        Pages(GEOMETRY, rank.arena, [apart[0][:2], apart[1]], rank.device)
+    short = [apart[0], [apart[1][0], apart[1][1][:, :4]]]
+    pages = Pages(GEOMETRY, rank.arena, short, rank.device)
+    with pytest.raises(ProtocolError, match="of 4"):
+        pages.execute(rank.plan(blocks=(1, 2, 3, 4)), after=())
+
+
 def test_a_rank_holds_the_heads_of_its_shard(rank: Rank):
     geometry = Geometry((Component(3, 2, 8),), "float16", (BLOCK,), CHUNK)
     half = np.zeros((3, 2, BLOCKS, BLOCK, 1, 8), np.uint16)
