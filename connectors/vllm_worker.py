@@ -1,0 +1,152 @@
+"""The connector's half in vLLM's worker: it executes plans on the blocks of one rank."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Final
+
+from kvtier.connectors.vllm_seat import Seat
+from kvtier.connectors.vllm_step import Ended, StepPlans
+from kvtier.copier import Pages
+from kvtier.copyplan import CopyPlan
+from kvtier.errors import ConfigError, ProtocolError
+from kvtier.transfer import CopyStatus, CopyTransfer
+
+__all__ = ["WorkerSide"]
+
+_log = logging.getLogger("kvtier")
+_SLOW_SECONDS: Final = 10.0
+_IDLE_SECONDS: Final = 0.001
+
+
+class WorkerSide:
+    """One rank's. Calls come from the thread that runs the model."""
+
+    def __init__(self, seat: Seat, kv: Any) -> None:
+        self._seat = seat
+        self._kv = kv
+        self._groups = [group.layer_names for group in kv.kv_cache_groups]
+        self._pages: Pages | None = None
+        self._loads: dict[int, tuple[str, CopyTransfer]] = {}
+        self._saves: dict[int, CopyTransfer] = {}
+        self._arrived: list[str] = []
+        self._failed: dict[str, tuple[int, ...]] = {}
+        self._causes: dict[int, str] = {}
+
+    def bind(self, tensors: dict[str, Any]) -> None:
+        """Take vLLM's KV, by layer. Raises ConfigError for pages that are not in one piece."""
+        count = self._kv.num_blocks
+        each = [[_bytes(name, tensors[name], count) for name in names] for names in self._groups]
+        self._pages = self._seat.cache.bind(each, self._seat.device)
+
+    # ---- a step, in vLLM's order
+
+    def before(self, plans: StepPlans) -> None:
+        """Let saves end whose blocks this step writes. Blocks."""
+        for number in plans.reused:
+            transfer = self._saves.get(number)
+            while transfer and transfer.result(_SLOW_SECONDS).status is CopyStatus.TIMEOUT:
+                _log.warning("a save has been copying for %g s; the step waits", _SLOW_SECONDS)
+
+    def load(self, plans: StepPlans) -> None:
+        """Start this step's loads, into blocks that nothing reads yet."""
+        self._failed.update(plans.late)
+        for request, data in plans.loads:
+            plan = CopyPlan.decode(data)
+            transfer = self._execute(plan)
+            if transfer is None:
+                blocks = tuple(block for part in plan.parts for block in part.blocks)
+                self._failed[request] = blocks
+            else:
+                self._loads[plan.id] = request, transfer
+
+    def save(self, plans: StepPlans) -> None:
+        """Start this step's saves, after all that it has computed."""
+        for data in plans.saves:
+            plan = CopyPlan.decode(data)
+            transfer = self._execute(plan)
+            if transfer is not None:
+                self._saves[plan.id] = transfer
+
+    def arrived(self, *, idle: bool) -> tuple[set[str], dict[str, tuple[int, ...]]]:
+        """Return the requests whose loads have ended, and those that failed, with their blocks.
+
+        idle: there is nothing to compute, so that a moment may be spent on waiting.
+        """
+        if idle and self._loads:
+            next(iter(self._loads.values()))[1].result(_IDLE_SECONDS)
+        for number, (request, transfer) in list(self._loads.items()):
+            if not transfer.poll():
+                continue
+            result = transfer.result(0)
+            del self._loads[number]
+            self._causes[number] = _cause(transfer)
+            if result.status is CopyStatus.OK:
+                self._arrived.append(request)
+            else:
+                self._failed[request] = result.failed_blocks
+        arrived, self._arrived = self._arrived, []
+        failed, self._failed = self._failed, {}
+        return {*arrived, *failed}, failed
+
+    def report(self) -> Ended | None:
+        """Return what has ended since the last step, if anything has."""
+        for number, transfer in list(self._saves.items()):
+            if transfer.poll():
+                del self._saves[number]
+                self._causes[number] = _cause(transfer)
+        causes, self._causes = self._causes, {}
+        return Ended(causes) if causes else None
+
+    def close(self) -> None:
+        """Wait for copies in flight, bounded, and leave word of how they ended."""
+        for transfer in (*self._saves.values(), *(one for _, one in self._loads.values())):
+            transfer.result(_SLOW_SECONDS)
+        self.arrived(idle=False)
+        last = self.report()
+        if last is not None:
+            self._seat.ended.update(last.causes)
+
+    def _execute(self, plan: CopyPlan) -> CopyTransfer | None:
+        """Enqueue a plan's copies; None, and a cause, for one that does not fit this rank."""
+        if self._pages is None:
+            self._causes[plan.id] = "vLLM has not shown its KV"
+            return None
+        try:
+            return self._pages.execute(plan, after=(self._seat.device.host_fence(),))
+        except ProtocolError as error:
+            self._causes[plan.id] = cause = str(error)
+            _log.warning("a plan was refused: %s", cause)
+            return None
+
+
+def _cause(transfer: CopyTransfer) -> str:
+    result = transfer.result(0)
+    if result.status is CopyStatus.OK:
+        return ""
+    return result.cause or "the copy failed"
+
+
+def _bytes(name: str, tensor: Any, blocks: int) -> Any:
+    """View one layer's KV as bytes [blocks, bytes of a block], whatever is inside a block."""
+    import torch
+
+    if tensor.device.type != "cpu":
+        raise ConfigError(
+            f"{name}: its KV is on {tensor.device.type}, and kvtier copies on the CPU only as yet"
+        )
+    parts = tensor.shape[0] // max(blocks, 1)  # a kernel may cut a block into several
+    size = tensor.element_size()
+    page = parts * math.prod(tensor.shape[1:]) * size
+    stride = parts * tensor.stride(0) * size
+    spread = zip(tensor.shape[1:], tensor.stride()[1:], strict=True)
+    dense = 1 + sum((length - 1) * step for length, step in spread) == math.prod(tensor.shape[1:])
+    if not parts or page != stride or not dense:
+        raise ConfigError(
+            f"{name}: a block's {page} bytes lie {stride} bytes apart, not in one piece; set "
+            f"VLLM_KV_CACHE_LAYOUT to a layout with the layers outermost, such as LBHNC"
+        )
+    flat = torch.empty(0, dtype=torch.uint8)
+    start = tensor.storage_offset() * size
+    return flat.set_(tensor.untyped_storage(), start, (blocks, page), (page, 1))

@@ -1,0 +1,158 @@
+"""Run the cases of real engines, each in a process of its own, and say how each came out.
+
+usage: python tests/engines/run.py [--short] with the Python that has them. ``make engines`` makes
+that and calls this. The last line is a JSON object, {engine: {case: outcome}}; an outcome is
+``ok`` or says what was seen instead. Leaves with 1 unless all are ok.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+SECONDS = 600
+Outcomes = dict[str, str]
+
+
+class Bench:
+    """A folder with models, and the processes that use it, one at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.runs = 0
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def model(self, kind: str) -> str:
+        folder = self.folder / kind
+        if not folder.exists():
+            self._call(["models.py", kind, str(folder)])
+        return str(folder)
+
+    def vllm(self, kind: str, script: str, *tiers: str, **more: Any) -> dict[str, Any]:
+        """Run one script; an error of the process is what it says."""
+        self.runs += 1
+        out = self.folder / f"run-{self.runs}.json"
+        setting = {"model": self.model(kind), "tiers": tiers, "script": script, "out": str(out)}
+        said = self._call(["vllm_child.py", json.dumps({**setting, **more})])
+        if not out.exists():
+            return {"error": said.strip().rpartition("\n")[2]}
+        return json.loads(out.read_text(encoding="utf-8"))
+
+    def _call(self, words: list[str]) -> str:
+        done = subprocess.run(
+            [sys.executable, str(HERE / words[0]), *words[1:]],
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+            env=self.environment,
+        )
+        if done.returncode:
+            print(done.stderr[-3000:], file=sys.stderr, flush=True)
+        return done.stderr
+
+
+def said(is_so: object, seen: object) -> str:
+    return "ok" if is_so else f"not so; seen: {seen}"
+
+
+def in_memory(bench: Bench, kind: str, plain: dict[str, Any]) -> Outcomes:
+    """Judge what one process with DRAM alone has seen."""
+    seen = bench.vllm(kind, "memory", "dram:128MiB")
+    same = seen.get("answers") == plain.get("answers") is not None
+    cases = ("cold", "own hit", "hit", "full prompt", "salt", "abort", "failed loads", "noise")
+    found = {case: said(same and seen.get(case) is True, seen) for case in cases}
+    return {"no connector": said(plain.get("own hit") is True, plain), **found}
+
+
+def on_disk(bench: Bench, kind: str, plain: dict[str, Any]) -> Outcomes:
+    """Restart from a disk that is as it was left, and from one with flipped bits."""
+    disk = bench.folder / f"{kind}-disk"
+    tiers = ("dram:128MiB", f"lmdb:{disk}?capacity=256MiB&write_budget=unlimited")
+    filled = bench.vllm(kind, "fill", *tiers)
+    copy = bench.folder / f"{kind}-flipped"
+    if disk.exists():
+        shutil.copytree(disk, copy)
+        flip(copy)
+    restarted = bench.vllm(kind, "restart", *tiers)
+    flipped = bench.vllm(kind, "restart", tiers[0], tiers[1].replace(str(disk), str(copy)))
+    right = plain["answers"]
+    return {
+        "restart from NVMe": said(
+            filled.get("flushed")
+            and right == filled["answers"] == restarted.get("answers")
+            and restarted["cached"] == restarted["hits"] >= 512,
+            (filled, restarted),
+        ),
+        "corrupted record": said(
+            flipped.get("answers") == right
+            and flipped["corrupt"] > 0
+            and flipped["hits"] < restarted.get("hits", 0),
+            flipped,
+        ),
+    }
+
+
+def flip(folder: Path) -> None:
+    """Flip one byte in the middle of every 64 KiB of payload; the index stays as it is."""
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.name.endswith(".mdb") and path.stat().st_size > 1 << 20:
+            with path.open("r+b") as file:
+                for at in range(1 << 15, path.stat().st_size, 1 << 16):
+                    file.seek(at)
+                    byte = file.read(1)
+                    file.seek(at)
+                    file.write(bytes([byte[0] ^ 1]))
+
+
+def in_a_crowd(bench: Bench, kind: str, plain: dict[str, Any]) -> Outcomes:
+    """Preempt: with so few blocks that the three prompts do not fit together."""
+    few = {"num_gpu_blocks_override": 26}
+    seen = bench.vllm(kind, "crowd", "dram:128MiB", options=few)
+    right = plain["answers"]
+    fine = right == seen.get("answers") == seen.get("again") and not seen["leaked"]
+    return {"preemption": said(fine and seen["preempted"] > 0, seen)}
+
+
+def refused(bench: Bench) -> Outcomes:
+    """Ask for what cannot work: it is refused at start."""
+    seen = bench.vllm("plain", "none", "dram:128MiB", policy="fail")
+    text = seen.get("error", "")
+    return {"refused policy": said("'fail'" in text and "'recompute'" in text, text)}
+
+
+def vllm(bench: Bench, *, short: bool) -> Outcomes:
+    plain = bench.vllm("plain", "none")
+    found = in_memory(bench, "plain", plain)
+    if short:
+        return found
+    more: list[Callable[[Bench, str, dict[str, Any]], Outcomes]] = [on_disk, in_a_crowd]
+    for cases in more:
+        found |= cases(bench, "plain", plain)
+    found |= refused(bench)
+    hybrid = bench.vllm("hybrid", "none")
+    for cases in (in_memory, on_disk, in_a_crowd):
+        found |= {f"hybrid: {case}": how for case, how in cases(bench, "hybrid", hybrid).items()}
+    return found
+
+
+def main() -> int:
+    with tempfile.TemporaryDirectory(prefix="kvtier-engines-") as folder:
+        outcomes = {"vllm": vllm(Bench(Path(folder)), short="--short" in sys.argv)}
+    for engine, cases in outcomes.items():
+        for case, outcome in cases.items():
+            print(f"{engine:8} {case:28} {outcome}")
+    print(json.dumps(outcomes))
+    return any(how != "ok" for cases in outcomes.values() for how in cases.values())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

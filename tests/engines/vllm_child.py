@@ -1,0 +1,256 @@
+"""One process of real vLLM: it runs one script and writes down what it saw.
+
+usage: vllm_child.py JSON, with model, tiers (none: no connector), script, options and the file
+to write. What a script returns is compared by ``run.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_LOGGING_LEVEL="WARNING",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+import numpy as np
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+from kvtier.device import cpu
+
+CHUNK, BLOCK = 64, 32
+Answers = list[list[int]]
+
+
+class Engine:
+    """vLLM with or without the connector, and prompts that are the same in every process."""
+
+    def __init__(self, model: str, tiers: list[str], options: dict[str, Any], setting: Any) -> None:
+        transfer = None
+        if tiers:
+            transfer = KVTransferConfig(
+                kv_connector="KvtierConnector",
+                kv_role="kv_both",
+                kv_load_failure_policy=setting.get("policy", "recompute"),
+                kv_connector_extra_config={"tiers": tiers, "chunk_tokens": CHUNK},
+            )
+        self.llm = LLM(
+            model,
+            skip_tokenizer_init=True,
+            enforce_eager=True,
+            dtype="float32",
+            max_model_len=1024,
+            max_num_seqs=8,
+            block_size=BLOCK,
+            seed=0,
+            kv_transfer_config=transfer,
+            disable_log_stats=False,
+            **options,
+        )
+        drawn = random.Random(1)
+        self.prompts = [[drawn.randrange(3, 1024) for _ in range(n)] for n in (300, 200, 256)]
+        self.core = self.llm.llm_engine.engine_core.engine_core
+        self.scheduler = self.core.scheduler
+        self.connector = self.scheduler.connector
+
+    def answer(
+        self, prompts: Answers | None = None, tokens: int = 16, **which: Any
+    ) -> tuple[Answers, list[int]]:
+        """Return the answers, and how many tokens of each prompt vLLM did not compute."""
+        given = [{"prompt_token_ids": one, **which} for one in prompts or self.prompts]
+        found = self.llm.generate(given, sampling(tokens), use_tqdm=False)
+        return [list(o.outputs[0].token_ids) for o in found], [o.num_cached_tokens for o in found]
+
+    def reset(self) -> None:
+        """Empty vLLM's own cache."""
+        assert self.llm.reset_prefix_cache()
+
+    def figure(self, name: str, **labels: str) -> float:
+        return self.connector.cache.metrics.get(name, **labels)
+
+    def count(self, name: str) -> float:
+        return sum(m.value for m in self.llm.get_metrics() if m.name == name)
+
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def step_until(self, done: Callable[[], bool]) -> None:
+        """Step, up to a number that no healthy engine needs."""
+        for _ in range(20_000):
+            if done():
+                return
+            self.llm.llm_engine.step()
+        raise AssertionError("the engine makes no progress")
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+def sampling(tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=tokens, detokenize=False, ignore_eos=True)
+
+
+def starts(answers: Answers) -> Answers:
+    """What is compared between processes: other batches may round later tokens otherwise."""
+    return [one[:6] for one in answers]
+
+
+@contextmanager
+def loads(before: Callable[[], None]) -> Iterator[None]:
+    """Do something before each copy into vLLM's blocks, on the thread that copies."""
+    real = cpu._copy
+
+    def copy(one: Any, planes: slice, *, into_slot: bool) -> None:
+        if not into_slot:
+            before()
+        real(one, planes, into_slot=into_slot)
+
+    cpu._copy = copy
+    try:
+        yield
+    finally:
+        cpu._copy = real
+
+
+# -------------------------------------------------------------------------------------- scripts
+
+
+def script_none(engine: Engine) -> dict[str, Any]:
+    """Answer without a connector; the second time from vLLM's own cache."""
+    answers, _ = engine.answer()
+    again, cached = engine.answer()
+    return {"answers": starts(answers), "own hit": again == answers and min(cached) >= 128}
+
+
+def script_memory(engine: Engine) -> dict[str, Any]:
+    """All that one process shows with DRAM alone."""
+    cold, none = engine.answer()
+    found: dict[str, Any] = {"answers": starts(cold), "cold": sum(none) == 0}
+    own, cached = engine.answer()
+    found["own hit"] = own == cold and min(cached) >= 128
+    before = engine.figure("hit_tokens")
+    engine.reset()
+    warm, cached = engine.answer()
+    hits = engine.figure("hit_tokens") - before
+    found["hit"] = warm == cold and hits == sum(cached) and cached[0] == 256
+    # The third prompt is whole chunks: all but its last block is loaded.
+    found["full prompt"] = warm[2] == cold[2] and cached[2] == 224
+    found["salt"] = _salted(engine, cold)
+    found["abort"] = _aborted(engine, cold)
+    found["failed loads"] = _failed(engine, cold)
+    engine.reset()
+    arena = engine.connector.cache._desk.arena.memory
+    arena.view(np.float32)[:] = np.random.default_rng(2).standard_normal(len(arena) // 4)
+    noisy, cached = engine.answer()
+    found["noise"] = min(cached) > 0 and all(a != b for a, b in zip(noisy, cold, strict=True))
+    return found
+
+
+def _salted(engine: Engine, cold: Answers) -> bool:
+    """Another salt is another cache; the second time its own."""
+    engine.reset()
+    first, none = engine.answer(cache_salt="someone")
+    engine.reset()
+    second, cached = engine.answer(cache_salt="someone")
+    return first == second == cold and sum(none) == 0 and min(cached) >= 128
+
+
+def _aborted(engine: Engine, cold: Answers) -> bool:
+    """End a request while its load is under way, and another while it is computed."""
+    engine.reset()
+    free = engine.free_blocks()
+    gate = threading.Event()
+    serving = engine.llm.llm_engine
+    with loads(gate.wait):
+        name = serving.add_request("a", {"prompt_token_ids": engine.prompts[0]}, sampling(8))
+        side = engine.connector._side
+        engine.step_until(lambda: bool(side._loading))
+        serving.step()
+        held = engine.free_blocks() < free
+        serving.abort_request([name or "a"], internal=True)
+        gate.set()
+        engine.step_until(lambda: not engine.scheduler.requests and not side.busy)
+    other = [7, *engine.prompts[1]]
+    name = serving.add_request("b", {"prompt_token_ids": other}, sampling(64))
+    engine.step_until(lambda: bool(engine.scheduler.running))
+    serving.abort_request([name or "b"], internal=True)
+    engine.step_until(lambda: not engine.scheduler.requests and not side.busy)
+    engine.reset()
+    answers, _ = engine.answer()
+    return held and answers == cold and not side._served and engine.free_blocks() == free
+
+
+def _failed(engine: Engine, cold: Answers) -> bool:
+    """Fail every copy into vLLM's blocks: all is computed, once, and nothing goes round."""
+    tried: set[int] = set()
+
+    def broken() -> None:
+        tried.update(engine.connector._scheduler._loading)
+        raise OSError("a copy fails, on purpose")
+
+    engine.reset()
+    with loads(broken):
+        answers, _ = engine.answer()
+    engine.reset()
+    healed, cached = engine.answer()
+    once = len(tried) == len(engine.prompts)  # none is tried again
+    return answers == healed == cold and once and min(cached) >= 128
+
+
+def script_fill(engine: Engine) -> dict[str, Any]:
+    """Save, and leave when all is on disk."""
+    answers, _ = engine.answer()
+    flushed = engine.connector.cache.flush(timeout=30)
+    return {"answers": starts(answers), "flushed": flushed}
+
+
+def script_restart(engine: Engine) -> dict[str, Any]:
+    """Answer from what another process left on disk."""
+    answers, cached = engine.answer()
+    hits = engine.figure("hit_tokens", tier="lmdb")
+    return {
+        "answers": starts(answers),
+        "cached": sum(cached),
+        "hits": hits,
+        "corrupt": engine.figure("corrupt_records"),
+    }
+
+
+def script_crowd(engine: Engine) -> dict[str, Any]:
+    """Answer with so few blocks that requests preempt each other; the connector goes on saving."""
+    free = engine.free_blocks()
+    first, _ = engine.answer(tokens=100)
+    engine.reset()
+    second, _ = engine.answer(tokens=100)
+    return {
+        "answers": starts(first),
+        "again": starts(second),
+        "preempted": engine.count("vllm:num_preemptions"),
+        "leaked": free - engine.free_blocks(),
+    }
+
+
+def main() -> None:
+    setting = json.loads(sys.argv[1])
+    engine = Engine(setting["model"], setting["tiers"], setting.get("options", {}), setting)
+    found = globals()[f"script_{setting['script']}"](engine)
+    engine.close()
+    Path(setting["out"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""What is refused at start, and what tells KV apart, without vLLM: its settings are stand-ins."""
+
+from __future__ import annotations
+
+import os
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvtier.connectors.vllm_checks import SUPPORTED, check_version, checked_tiers
+from kvtier.connectors.vllm_identity import Identities, namespace_for
+from kvtier.errors import ConfigError
+
+
+def setting(**more) -> SimpleNamespace:
+    """A VllmConfig that is fine but for what is said."""
+    transfer = {
+        "kv_load_failure_policy": "recompute",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"tiers": ["dram:1MiB"]},
+    }
+    parallel = {"world_size": 1, "distributed_executor_backend": "uni"}
+    device = {"device_type": "cpu"}
+    for kind in (transfer, parallel, device):
+        kind.update({name: more.pop(name) for name in list(more) if name in kind})
+    hf = SimpleNamespace(to_dict=lambda: {"layers": 2}, _commit_hash=more.pop("commit", None))
+    model = {"model": "m", "hf_config": hf, "max_model_len": 64, "dtype": "float32"}
+    model |= {"quantization": None}
+    model.update({name: more.pop(name) for name in list(more) if name in model})
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(**transfer),
+        parallel_config=SimpleNamespace(**parallel),
+        device_config=SimpleNamespace(**device),
+        model_config=SimpleNamespace(**model),
+        cache_config=SimpleNamespace(
+            cache_dtype=more.pop("cache_dtype", "auto"),
+            calculate_kv_scales=more.pop("scales", False),
+        ),
+        speculative_config=more.pop("speculative", None),
+        **more,
+    )
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """As vLLM names it."""
+
+
+class SlidingWindowSpec(SimpleNamespace):
+    """As vLLM names it."""
+
+
+class MambaSpec(SimpleNamespace):
+    """As vLLM names it."""
+
+
+def group(kind: type = FullAttentionSpec, **more) -> SimpleNamespace:
+    block = more.get("block_size", 16)
+    spec = {"block_size": block, "num_heads": 2, "num_states": block, "dtype": torch.bfloat16}
+    spec |= {"state_content_size_bytes": 256, "page_size_bytes": block * 2 * 256}
+    spec |= {"sliding_window": None}
+    whole = {"host_resident": False, "enable_kv_transfer": True, "is_eagle_group": False}
+    whole.update({name: more.pop(name) for name in list(more) if name in whole})
+    return SimpleNamespace(
+        layer_names=["a.0", "a.1"], kv_cache_spec=kind(**{**spec, **more}), **whole
+    )
+
+
+def kv(*groups: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(kv_cache_groups=groups or (group(),), kv_cache_layout="LBHNC")
+
+
+# ------------------------------------------------------------------------------ refused at start
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"kv_load_failure_policy": "fail"}, "'fail'.*set it to 'recompute'"),
+        ({"kv_role": "kv_producer"}, "'kv_producer'.*'kv_both'"),
+        ({"world_size": 2}, "2 ranks on executor 'uni'.*use 1 rank"),
+        ({"distributed_executor_backend": "mp"}, "1 ranks on executor 'mp'.*executor 'uni'"),
+        ({"device_type": "cuda"}, "'cuda'.*on the CPU only"),
+        ({"kv_connector_extra_config": {}}, "needs its tiers.*dram:8GiB"),
+        ({"kv_connector_extra_config": {"tiers": "dram:1MiB"}}, "needs its tiers"),
+        ({"kv_connector_extra_config": {"tiers": [1]}}, "needs its tiers"),
+    ],
+)
+def test_a_setting_that_cannot_work_is_refused_with_the_remedy(more, said):
+    assert checked_tiers(setting()) == ["dram:1MiB"]
+    with pytest.raises(ConfigError, match=said):
+        checked_tiers(setting(**more))
+
+
+@pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "0.320.0", "dev", "1.0.32"])
+def test_another_vllm_is_refused_with_both_versions(found):
+    for good in SUPPORTED:
+        check_version(good)
+        check_version(f"{good}.0+cpu")
+    with pytest.raises(ConfigError, match=rf"vLLM {found} and kvtier \d.*for vLLM 0\.32\.x"):
+        check_version(found)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ([group(MambaSpec)], "group 0 .a.0 and 1 more. has KV of kind MambaSpec"),
+        ([group(), group(block_size=32)], r"block sizes \[16, 32\]"),
+        ([group(), group(dtype=torch.float32)], "dtypes .'torch.bfloat16', 'torch.float32'."),
+        ([group(dtype=torch.complex64)], "its dtype is torch.complex64"),
+        ([group(page_size_bytes=16384)], "pages of 8192 bytes are padded to 16384"),
+        ([group(num_states=8, page_size_bytes=4096)], "8 states of 16 tokens"),
+        ([group(is_eagle_group=True)], "a drafter's"),
+        ([group(host_resident=True)], "stays on the host"),
+        ([group(enable_kv_transfer=False)], "stays on the host"),
+    ],
+)
+def test_layers_that_cannot_be_restored_are_refused_by_name(groups, said):
+    with pytest.raises(ConfigError, match=said):
+        namespace_for(setting(), kv(*groups))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"speculative": "ngram"}, "speculative decoding"),
+        ({"scales": True}, "calibrated at run time"),
+        ({"kv_connector_extra_config": {"chunk_token": 64}}, "did you mean 'chunk_tokens'"),
+        ({"kv_connector_extra_config": {"chunk_tokens": 100}}, "nearest that fits is 96"),
+    ],
+)
+def test_an_engine_that_cannot_be_cached_is_refused(more, said):
+    with pytest.raises(ConfigError, match=said):
+        namespace_for(setting(**more), kv())
+
+
+def test_a_model_without_kv_is_refused():
+    with pytest.raises(ConfigError, match="has no KV"):
+        namespace_for(setting(), SimpleNamespace(kv_cache_groups=[]))
+
+
+# ------------------------------------------------------------------------------------ namespaces
+
+
+@pytest.mark.parametrize(
+    ("window", "block", "chunk"), [(None, 16, 256), (512, 16, 256), (128, 16, 128), (40, 32, 32)]
+)
+def test_no_chunk_is_longer_than_a_window(window, block, chunk):
+    groups = [group(block_size=block)]
+    if window:
+        groups.append(group(SlidingWindowSpec, sliding_window=window, block_size=block))
+    assert namespace_for(setting(), kv(*groups)).geometry.chunk_tokens == chunk
+
+
+def test_parts_have_the_size_of_vllms_pages():
+    geometry = namespace_for(setting(), kv()).geometry
+    assert geometry.bytes_per_token * 16 == 2 * group().kv_cache_spec.page_size_bytes
+    assert geometry.layout == "vllm-LBHNC"
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model": "other"},
+        {"commit": "1234"},
+        {"max_model_len": 128},
+        {"dtype": "float16"},
+        {"quantization": "fp8"},
+        {"cache_dtype": "fp8"},
+        {"kv_connector_extra_config": {"tenant": "acme"}},
+        {"kv_connector_extra_config": {"revision": "b"}},
+    ],
+)
+def test_whatever_changes_kv_makes_another_namespace(more):
+    assert namespace_for(setting(**more), kv()).digest != namespace_for(setting(), kv()).digest
+
+
+def test_other_weights_under_the_same_path_are_another_model(tmp_path: Path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"one")
+    local = setting(model=str(tmp_path))
+    first = namespace_for(local, kv()).digest
+    assert namespace_for(local, kv()).digest == first
+    weights.write_bytes(b"two")
+    os.utime(weights, ns=(1, 1))
+    assert namespace_for(local, kv()).digest != first
+    named = setting(model=str(tmp_path), commit="1234")
+    before = namespace_for(named, kv()).digest
+    os.utime(weights, ns=(2, 2))
+    assert namespace_for(named, kv()).digest == before
+
+
+# -------------------------------------------------------------------------------------- requests
+
+
+def request(**more) -> SimpleNamespace:
+    plain = {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None}
+    return SimpleNamespace(**{**plain, "resumable": False, "num_prompt_tokens": 8, **more})
+
+
+def feature(name: str, offset: int = 3) -> SimpleNamespace:
+    place = SimpleNamespace(offset=offset, length=4)
+    return SimpleNamespace(modality="image", identifier=name, mm_position=place)
+
+
+def test_requests_are_told_apart_by_all_that_changes_their_kv():
+    identities = Identities()
+    different = [
+        request(),
+        request(cache_salt="a"),
+        request(cache_salt="b"),
+        request(mm_features=[feature("x")]),
+        request(mm_features=[feature("y")]),
+        request(mm_features=[feature("x", 4)]),
+        request(prompt_embeds=torch.zeros(8, 2)),
+        request(prompt_embeds=torch.ones(8, 2)),
+        request(prompt_embeds=torch.zeros(8, 2, dtype=torch.bfloat16)),
+    ]
+    found = [identities.of(one) for one in different]
+    assert None not in found
+    assert all(found.count(one) == 1 for one in found)
+    assert identities.of(request(mm_features=[feature("x")])) == found[3]
+
+
+def test_adapters_are_told_by_content_not_by_name(tmp_path: Path):
+    identities = Identities()
+
+    def adapter(name: str, content: bytes) -> SimpleNamespace:
+        folder = tmp_path / name
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter.safetensors").write_bytes(content)
+        lora = SimpleNamespace(lora_name=name, lora_path=str(folder))
+        return request(lora_request=lora)
+
+    one, same, other = adapter("a", b"1"), adapter("b", b"1"), adapter("c", b"2")
+    assert identities.of(one) == identities.of(same) != identities.of(request())
+    assert identities.of(other) != identities.of(one)
+    before = identities.of(one)
+    assert identities.of(adapter("a", b"changed")) != before
+
+
+def test_what_cannot_be_told_apart_is_not_cached(tmp_path: Path, caplog):
+    gone = SimpleNamespace(lora_name="far", lora_path=str(tmp_path / "none"))
+    assert Identities().of(request(lora_request=gone)) is None
+    assert "requests of adapter far are not cached" in caplog.text
+    assert Identities().of(request(resumable=True)) is None
+
+
+def test_states_of_parts_of_a_token_are_refused():
+    odd = group(num_states=32, page_size_bytes=32 * 512, tokens_per_state=Fraction(1, 2))
+    with pytest.raises(ConfigError, match="32 states of 16 tokens"):
+        namespace_for(setting(), kv(odd))
