@@ -115,7 +115,7 @@ def flip(folder: Path) -> None:
 
 def in_a_crowd(bench: Bench, kind: str, plain: dict[str, Any]) -> Outcomes:
     """Preempt: with so few blocks that the three prompts do not fit together."""
-    few = {"num_gpu_blocks_override": 26}
+    few = {"num_gpu_blocks_override": {"plain": 26, "hybrid": 72}[kind]}
     seen = bench.vllm(kind, "crowd", "dram:128MiB", options=few)
     right = plain["answers"]
     fine = right == seen.get("answers") == seen.get("again") and not seen["leaked"]

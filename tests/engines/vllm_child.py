@@ -53,7 +53,7 @@ class Engine:
             skip_tokenizer_init=True,
             enforce_eager=True,
             dtype="float32",
-            max_model_len=1024,
+            max_model_len=480,
             max_num_seqs=8,
             block_size=BLOCK,
             seed=0,
