@@ -28,8 +28,8 @@ as it is decoded. What does not pass is a ProtocolError: the daemon answers Fail
 
 from __future__ import annotations
 
-import itertools
 import struct
+from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
@@ -109,10 +109,10 @@ def decode(kind: int, body: bytes | bytearray | memoryview) -> Message:
     return message
 
 
-def pack_slots(slots: list[Slot]) -> bytes:
+def pack_slots(slots: Iterable[Slot]) -> bytes:
     """Return slots as a message carries them."""
-    runs = itertools.chain.from_iterable(zip(*slots, strict=True))
-    return np.fromiter(runs, "<u8", 3 * len(slots)).tobytes()
+    columns = list(zip(*slots, strict=True))
+    return b"".join(struct.pack(f"<{len(column)}Q", *column) for column in columns)
 
 
 def unpack_slots(data: bytes) -> list[Slot]:

@@ -30,7 +30,7 @@ class Holding:
         self.number = number
         self.lease = lease
         self.desk = desk
-        self.packed = pack_slots(list(itertools.chain.from_iterable(lease.slots)))
+        self.packed = pack_slots(itertools.chain.from_iterable(lease.slots))
         self.nbytes = int(np.frombuffer(self.packed, "<u8").reshape(_COLUMNS, -1)[1].sum())
         self.plans = 0
         self.charged = 0
