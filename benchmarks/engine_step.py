@@ -8,7 +8,9 @@ into DRAM and copies them out to blocks. In every round each arm has its turn:
 
 quiet, quiet_again   nothing else runs; one over the other is what chance alone does
 inside               the cache in the engine's process, as fast as it goes
-outside              the cache in a process of its own, at the rate that `inside` had before
+child                the cache's tiers in a private daemon, its calls and copies in this process,
+                     at the rate that `inside` had before
+outside              all of it in another process, at that rate, too
 
 The records are those of 256 tokens of SmolLM2-135M in bfloat16. Ratios are of the p99 of all
 steps of an arm; their range is that of nine in ten resamplings of whole rounds.
@@ -24,6 +26,7 @@ import statistics
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
@@ -42,6 +45,7 @@ WARM = 5
 RUNNING = 8
 PROMPT = 64
 CHUNKS = 8
+TRIES = 100
 COMPONENT = kvtier.Component(layers=30, heads=3, head_size=64)
 GEOMETRY = kvtier.Geometry((COMPONENT,), block_tokens=(16,), chunk_tokens=256)
 CHUNK_BYTES = GEOMETRY.bytes_per_token * GEOMETRY.chunk_tokens
@@ -55,7 +59,7 @@ MODEL = ModelConfig(
     intermediate_size=1024,
     context_tokens=512,
 )
-ARMS = ("quiet", "inside", "outside", "quiet_again")
+ARMS = ("quiet", "inside", "child", "outside", "quiet_again")
 RESAMPLINGS = 2_000
 
 
@@ -75,12 +79,13 @@ class Moved(NamedTuple):
 class Load:
     """A cache that saves, spills, fetches and loads, one round after the other."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, own_process: bool) -> None:
         tiers = (
             "dram:384MiB",
             f"lmdb:{folder}?capacity=768MiB&admission=through&write_budget=unlimited",
         )
-        self._cache = kvtier.open(*tiers, namespace=kvtier.Namespace("bench", GEOMETRY))
+        namespace = kvtier.Namespace("bench", GEOMETRY)
+        self._cache = kvtier.open(*tiers, namespace=namespace, own_process=own_process)
         self._device = CpuDevice()
         blocks = CHUNKS * 16
         shape = (COMPONENT.layers, 2, 2 * blocks, 16, COMPONENT.heads, COMPONENT.head_size)
@@ -93,13 +98,15 @@ class Load:
     def round(self) -> int:
         """Save one prompt while the one before is fetched; return the bytes of both."""
         cache = self._cache
-        fetch = cache.fetch(cache.match(self._before), timeout=60, deadline=60)
+        while (match := cache.match(self._before)).pending:
+            continue  # each ask waits for the daemon
+        fetch = cache.fetch(match, timeout=60, deadline=60)
         new = self._save()
         lease = fetch.result(60)
         if lease is None or lease.chunks < CHUNKS:
             raise RuntimeError("a prompt that was written down was not found again")
         with lease:
-            self._copy(cache.plan_load(lease, self._loaded))
+            self._copy(lambda: cache.plan_load(lease, self._loaded))
         self._before = new
         self._settle()
         return 2 * CHUNKS * CHUNK_BYTES
@@ -113,10 +120,12 @@ class Load:
         self._count += 1
         tokens = np.full(CHUNKS * 256 + 1, self._count, np.int32)
         prefix = self._cache.prefix(tokens)
-        self._copy(self._cache.plan_save(prefix, self._saved))
+        self._copy(lambda: self._cache.plan_save(prefix, self._saved))
         return prefix
 
-    def _copy(self, plan: CopyPlan | None) -> None:
+    def _copy(self, planned: Callable[[], CopyPlan | None]) -> None:
+        plans = (planned() for _ in range(TRIES))  # a daemon may take longer than its patience
+        plan = next(filter(None, plans), None)
         if plan is None:
             raise RuntimeError("no plan: the cache has no room")
         transfer = self._pages.execute(plan, after=(self._device.host_fence(),))
@@ -129,9 +138,9 @@ class Load:
         self._cache.clear("dram")
 
 
-def serve(orders: Connection, folder: str) -> None:
+def serve(orders: Connection, folder: str, own_process: bool) -> None:  # noqa: FBT001
     """Carry out orders until None comes; each ends when the next message is there."""
-    load = Load(folder)
+    load = Load(folder, own_process=own_process)
     orders.send(Moved(0, 0.0))
     while (order := orders.recv()) is not None:
         begin, moved = time.perf_counter(), 0
@@ -148,12 +157,12 @@ def serve(orders: Connection, folder: str) -> None:
 class Beside:
     """A load in a thread of this process, or in a process of its own."""
 
-    def __init__(self, folder: Path, *, inside: bool) -> None:
+    def __init__(self, folder: Path, *, inside: bool, child: bool = False) -> None:
         folder.mkdir()
         spawn = multiprocessing.get_context("spawn")
         self._orders, theirs = spawn.Pipe()
         kind = threading.Thread if inside else spawn.Process
-        self._runs = kind(target=serve, args=(theirs, str(folder / "kv")), daemon=True)
+        self._runs = kind(target=serve, args=(theirs, str(folder / "kv"), child), daemon=True)
         self._runs.start()
         self._orders.recv()
 
@@ -198,23 +207,25 @@ def measure(
     """Return each arm's milliseconds a step, by round, and the GB/s that ran beside it."""
     engine = Engine(Model(random_weights(MODEL)), num_blocks=RUNNING * 16)
     inside = Beside(folder / "inside", inside=True)
+    child = Beside(folder / "child", inside=True, child=True)
     outside = Beside(folder / "outside", inside=False)
     steps: dict[str, list[list[float]]] = {arm: [] for arm in ARMS}
-    rates: dict[str, list[float]] = {"inside": [], "outside": []}
+    rates: dict[str, list[float]] = {"inside": [], "child": [], "outside": []}
     decode(engine)
     for _ in range(rounds):
         rate = None
         for arm in ARMS:
-            load = {"inside": inside, "outside": outside}.get(arm)
+            load = {"inside": inside, "child": child, "outside": outside}.get(arm)
             if load is None:
                 steps[arm].append(decode(engine))
                 continue
             load.start(rate)
             steps[arm].append(decode(engine))
             moved = load.stop()
-            rate = moved.nbytes / moved.seconds
-            rates[arm].append(rate / 1e9)
+            rates[arm].append(moved.nbytes / moved.seconds / 1e9)
+            rate = rate or moved.nbytes / moved.seconds
     inside.close()
+    child.close()
     outside.close()
     engine.close()
     return steps, rates
@@ -259,11 +270,16 @@ def main() -> None:
             f"{arm:12} p50 {row['p50']:6.2f} ms   p99 {row['p99']:6.2f} ms"
             f"   (of a round {min(each):.2f} to {max(each):.2f})   {moved}"
         )
-    for over, under in (("inside", "outside"), ("quiet_again", "quiet"), ("outside", "quiet")):
+    for over, under in (
+        ("inside", "outside"),
+        ("child", "outside"),
+        ("quiet_again", "quiet"),
+        ("outside", "quiet"),
+    ):
         found = report["ratios"][f"{over}_over_{under}"] = ratio(steps[over], steps[under])
         spread = f"({found['low']:.3f} to {found['high']:.3f})"
         print(f"p99 {over} over {under}: {found['p99']:.3f} {spread}")
-    print("limit: inside over outside 1.05")
+    print("limit: inside, or child, over outside 1.05")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
 
