@@ -95,13 +95,16 @@ class RemoteDesk(Orders):
             return None
         names = self._shape.select(prefix.names, reply.first, reply.tokens)
         slots = unpack_slots(reply.slots)
-        if sum(map(len, names)) != len(slots) or len(names) != len(reply.sources):
+        width = len(self._shape.names)
+        plain = self._shape.plain
+        count = len(names) * width if plain else sum(map(len, names))
+        if count != len(slots) or len(names) != len(reply.sources):
             self.link.post(up, self, messages.Release(reply.lease))
             return None
         lease = RemoteLease(
             (reply.first, reply.tokens),
             names,
-            by_chunk(slots, names),
+            tuple(zip(*[iter(slots)] * width, strict=True)) if plain else by_chunk(slots, names),
             begin + reply.seconds,
             self,
             (up, reply.lease),
