@@ -47,14 +47,18 @@ class Nursery:
             )
 
     def start(
-        self, tiers: Sequence[str], quotas: Mapping[str, Quota] | None = None, share: float = 1.0
+        self,
+        tiers: Sequence[str],
+        quotas: Mapping[str, Quota] | None = None,
+        share: float = 1.0,
+        path: str = "",
     ) -> tuple[str, int]:
         """Start a daemon; return the path of its socket, and the supervisor's process.
 
-        Raises ConfigError where it refuses to start.
+        path: one that was used before. Raises ConfigError where it refuses to start.
         """
         self._count += 1
-        path = f"{self._folder.name}/{self._count}"
+        path = path or f"{self._folder.name}/{self._count}"
         shares = {name: [one.floor, one.ceiling] for name, one in (quotas or {}).items()}
         said = self._ask(tiers=list(tiers), quotas=shares, share=share, path=path)
         if said["wrong"]:

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.storage_backends.s3 import S3Store
+from kvtier.testing.mortal import Mortal
 from kvtier.testing.seaweed import SeaweedServer
 from kvtier.testing.toy import Toy, dram, opened
 from kvtier.tiers.store import Write
@@ -28,6 +29,22 @@ def toy() -> Iterator[Toy]:
 def folder(tmp_path) -> str:
     """Return the URL of an lmdb tier in a new directory."""
     return f"lmdb:{tmp_path}/kv?capacity=64MiB"
+
+
+@pytest.fixture
+def daemon(nursery) -> Iterator[Mortal]:
+    """Return a daemon of DRAM alone, to be killed and stopped."""
+    one = Mortal(nursery)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def durable(nursery, folder) -> Iterator[Mortal]:
+    """Return a daemon that keeps what is flushed, whatever happens to it."""
+    one = Mortal(nursery, dram(64), f"{folder}&durability=each")
+    yield one
+    one.close()
 
 
 @pytest.fixture(scope="session")
