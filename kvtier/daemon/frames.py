@@ -28,6 +28,7 @@ as it is decoded. What does not pass is a ProtocolError: the daemon answers Fail
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterable
 from typing import Any, Final
