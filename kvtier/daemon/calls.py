@@ -33,7 +33,6 @@ MOST_PARTS: Final = 4096
 """Parts that one chunk may have: components by ranks."""
 
 _DESKS: Final = 64  # of one session
-_ERRANDS: Final = 16  # of one session, under way
 _DRAIN_SECONDS: Final = 30.0
 _WORKER: Final = (messages.Ended, messages.Bye, messages.Figures, messages.Resume)
 _NEVER: Final = 1e9  # seconds; the errand looks at the time itself
@@ -149,7 +148,10 @@ class Calls:
         self._desk(session, message.desk)
         self._leave(session, message.desk)
         late = answers.Told(value=False)
-        self._errand(session, self._errands.drain, _DRAIN_SECONDS, reply, late)
+        try:
+            self._errand(session, self._errands.drain, _DRAIN_SECONDS, reply, late)
+        except MisuseError:  # too much is under way: it has left, and waits for nothing
+            reply(late)
 
     def _resume(self, session: Session, message: messages.Resume, reply: Reply) -> None:
         del reply
@@ -251,26 +253,10 @@ class Calls:
         reply: Reply,
         late: Message | None = None,
     ) -> None:
-        """Start what takes longer, unless this session has too much of it under way."""
+        """Start what takes longer, unless there is too much of it under way."""
         check_wait("a timeout", timeout)
-        self._begin(session)
-        try:
-            more = {} if late is None else {"late": late}
-            running = self._errands.start(work, timeout, reply, **more)
-        except MisuseError:
-            session.errands -= 1
-            raise
-        running.add_done_callback(lambda _: self._done(session))
-
-    @staticmethod
-    def _begin(session: Session) -> None:
-        if session.errands >= _ERRANDS:
-            raise MisuseError(f"a session has {_ERRANDS} calls that wait at most; let some end")
-        session.errands += 1
-
-    def _done(self, session: Session) -> None:
-        with self._lock:
-            session.errands -= 1
+        more = {} if late is None else {"late": late}
+        self._errands.start(session.who, work, timeout, reply, **more)
 
     def _invalidate(self, session: Session, message: messages.Invalidate, reply: Reply) -> None:
         check_wait("a timeout", message.timeout)
@@ -305,10 +291,10 @@ class Calls:
         desk, prefix = self._prefix(session, message.desk, message.prompt, reply)
         if prefix is None:
             return
-        self._begin(session)
+        self._errands.begin(session.who)
 
         def explained(done: Future[Message]) -> None:
-            self._done(session)
+            self._errands.busy.end(session.who)
             reply(outcome(done))
 
         def explain() -> Message:

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from kvtier.catalog.catalog import LOT
 from kvtier.daemon.answers import Failed, Removed, Told
+from kvtier.daemon.busy import Busy
+from kvtier.daemon.grants import Who
 from kvtier.daemon.messages import Message
 from kvtier.depot import Depot
 from kvtier.errors import KvtierError, MisuseError
@@ -20,32 +22,68 @@ __all__ = ["Errands", "Reply", "outcome"]
 Reply = Callable[[Message], None]
 """Sends an answer. Called from any thread; it never blocks."""
 
+_OF_ONE: Final = 128  # under way, of one process
+_OF_ALL: Final = 2048
 _LATE: Final = Failed("TimeoutError", "it takes longer; the daemon goes on with it")
 _log = logging.getLogger("kvtier")
 
 
 class Errands:
-    """Those of all sessions. Each is answered once, and one that hangs keeps no other waiting."""
+    """Those of all sessions. Each is answered once, and one that hangs keeps no other waiting.
+
+    busy: how many are under way. One that was answered as late is, until it has ended.
+    """
 
     def __init__(self, depot: Depot) -> None:
+        self.busy = Busy(_OF_ONE, _OF_ALL)
         self._depot = depot
         self._going: set[asyncio.Task[Message]] = set()  # the loop itself has weak references
 
     def start(
         self,
+        who: Who,
         work: Callable[[], Coroutine[Any, Any, Message]],
         timeout: float,
         reply: Reply,
         *,
         late: Message = _LATE,
-    ) -> Future[Message]:
+    ) -> None:
         """Begin; reply with what comes of it, or with `late` after `timeout` seconds; it goes on.
 
-        Raises MisuseError once the daemon ends.
+        Raises MisuseError where that process has too many under way, and once the daemon ends.
         """
-        running = self._depot.flow.spawn(self._bounded(work, timeout, late))
+        self.begin(who)
+        try:
+            running = self._depot.flow.spawn(self._counted(who, work, timeout, late))
+        except MisuseError:
+            self.busy.end(who)
+            raise
         running.add_done_callback(lambda done: reply(outcome(done)))
-        return running
+
+    def begin(self, who: Who) -> None:
+        """Count one more in. Raises MisuseError where that is too much."""
+        if not self.busy.begin(who):
+            raise MisuseError(
+                f"{self.busy.each} calls of one process that wait are as many as the daemon takes; "
+                "let some end"
+            )
+
+    async def _counted(
+        self,
+        who: Who,
+        work: Callable[[], Coroutine[Any, Any, Message]],
+        within: float,
+        late: Message,
+    ) -> Message:
+        """Do it, counted as under way until it has ended itself."""
+
+        async def counted() -> Message:
+            try:
+                return await work()
+            finally:
+                self.busy.end(who)
+
+        return await self._bounded(counted, within, late)
 
     async def _bounded(
         self, work: Callable[[], Coroutine[Any, Any, Message]], within: float, late: Message

@@ -14,6 +14,7 @@ from kvtier.catalog.lease import Lease
 from kvtier.checks import check_ahead, check_wait, is_number
 from kvtier.clock import Clock
 from kvtier.daemon import answers, messages
+from kvtier.daemon.busy import Busy
 from kvtier.daemon.errands import Reply
 from kvtier.daemon.frames import pack_slots
 from kvtier.daemon.grants import CELLS, cells_for
@@ -34,7 +35,8 @@ T = TypeVar("T")
 __all__ = ["Holds"]
 
 _LEASES: Final = 4096  # of one session
-_FETCHES: Final = 256  # of one session, under way
+_FETCHES: Final = 256  # of one process, under way
+_ALL_FETCHES: Final = 4096
 _NONE: Final = answers.Leased(0, 0, 0, b"", b"", 0.0)
 _log = logging.getLogger("kvtier")
 
@@ -63,6 +65,7 @@ class Holds:
         self._most_bytes = int(share * depot.arena.nbytes)
         self._most_cells = int(share * CELLS)
         self._numbers = numbers
+        self._busy = Busy(_FETCHES, _ALL_FETCHES)
 
     def _spare(self, session: Session) -> int:
         """Return the bytes that a session may hold beside what it does."""
@@ -108,7 +111,7 @@ class Holds:
 
         def arrived(done: Future[Lease | None]) -> None:
             with self._lock:
-                session.fetches -= 1
+                self._busy.end(session.who)
                 lease = _result(done)
                 if session.desks.get(desk.number) is not desk:  # it has ended meanwhile
                     if lease is not None and lease.held:
@@ -129,24 +132,20 @@ class Holds:
 
         def ended(done: Future[int | None]) -> None:
             with self._lock:
-                session.fetches -= 1
+                self._busy.end(session.who)
                 reply(answers.Count(_result(done) or 0))
 
         self._spawned(session, lambda: desk.prefetch(match, within)).add_done_callback(ended)
 
     def _begin(self, session: Session) -> bool:
-        """Count a fetch in, unless this session has too many under way, or holds too much."""
-        if session.fetches >= _FETCHES or len(session.holdings) >= _LEASES:
-            return False
-        session.fetches += 1
-        return True
+        """Count a fetch in, unless too many are under way, or this session holds too much."""
+        return len(session.holdings) < _LEASES and self._busy.begin(session.who)
 
-    @staticmethod
-    def _spawned(session: Session, start: Callable[[], Future[T]]) -> Future[T]:
+    def _spawned(self, session: Session, start: Callable[[], Future[T]]) -> Future[T]:
         try:
             return start()
         except KvtierError:  # the daemon ends
-            session.fetches -= 1
+            self._busy.end(session.who)
             raise
 
     def _leased(self, session: Session, desk: LocalDesk, lease: Lease | None) -> answers.Leased:

@@ -45,15 +45,13 @@ class Holding:
 class Session:
     """One client. token: the 16 bytes that it drew; engine: a digest of whom it serves.
 
-    over: whether it has ended, with all that it held but its plans. fetches, errands: under way.
+    over: whether it has ended, with all that it held but its plans.
     """
 
     __slots__ = (
         "connections",
         "desks",
         "engine",
-        "errands",
-        "fetches",
         "holdings",
         "over",
         "prompts",
@@ -78,6 +76,4 @@ class Session:
         self.desks: dict[int, LocalDesk] = {}
         self.holdings: dict[int, Holding] = {}
         self.prompts = recall.of(token)
-        self.fetches = 0
-        self.errands = 0
         self.over = False

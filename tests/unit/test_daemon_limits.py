@@ -187,20 +187,46 @@ def stuck(monkeypatch, depot):
     monkeypatch.setattr(depot.moves, "drained", never)
 
 
-def test_a_client_waits_for_so_much_at_a_time(daemon, client, monkeypatch):
+def test_a_process_waits_for_so_much_at_a_time(daemon, client, monkeypatch):
+    """What was answered as late goes on, and so it counts."""
     stuck(monkeypatch, daemon.depot)
-    for _ in range(16):
+    for _ in range(64):
         assert client.told(messages.Flush(client.desk, 50.0)) == []
-    with pytest.raises(MisuseError, match="16 calls that wait at most"):
-        client.told(messages.Flush(client.desk, 50.0))
+        assert not client.ask(messages.Flush(client.desk, 0.0)).value
+    again = daemon.client(1, "another session")
+    again.join()
+    with pytest.raises(MisuseError, match="128 calls of one process that wait are as many"):
+        again.told(messages.Flush(again.desk, 50.0))
+    with pytest.raises(MisuseError, match="128 calls"):
+        again.told(messages.Explain(again.desk, prompt("a", 1)))
+    assert not again.ask(messages.Leave(again.desk)).value, "it leaves all the same"
+    assert again.session.desks == {}
     monkeypatch.undo()
     other = daemon.client(2)
     other.join()
     assert other.ask(messages.Flush(other.desk, 5.0)).value, "nobody waits behind them"
 
 
-def test_a_client_fetches_so_much_at_a_time(daemon, client, monkeypatch):
-    monkeypatch.setattr(holds, "_FETCHES", 2)
+def test_counted_by_session_they_would_pile_up(daemon, client, monkeypatch):
+    monkeypatch.setattr("kvtier.daemon.busy.Busy.begin", lambda *_: True)
+    stuck(monkeypatch, daemon.depot)
+    for _ in range(200):
+        assert not client.ask(messages.Flush(client.desk, 0.0)).value
+    assert len(daemon.sessions._calls._errands._going) == 200
+    monkeypatch.undo()
+
+
+def test_what_has_ended_counts_no_more(daemon, client):
+    for _ in range(300):
+        assert client.ask(messages.Flush(client.desk, 5.0)).value
+        client.ask(messages.Explain(client.desk, prompt("a", 1)))
+    assert client.ask(messages.Flush(client.desk, 5.0)).value
+    assert len(daemon.sessions._calls._errands.busy) == 0
+
+
+@pytest.mark.parametrize("limit", ["each", "most"])
+def test_so_much_is_fetched_at_a_time(daemon, client, monkeypatch, limit):
+    monkeypatch.setattr(daemon.sessions._holds._busy, limit, 2)
     client.save("a", 2)
 
     async def never(*_, **__):
@@ -210,6 +236,9 @@ def test_a_client_fetches_so_much_at_a_time(daemon, client, monkeypatch):
     fields = (2 * CHUNK, 2, False, 0, 5.0, 1000.0, False)
     fetch = messages.Fetch(client.desk, prompt("a", 2), *fields)
     assert client.told(fetch) == client.told(fetch) == []
+    client.disconnect()
+    client.connect()
+    fetch.desk = client.join()
     assert [one.lease for one in client.told(fetch)] == [0]
     prefetch = messages.Prefetch(client.desk, prompt("a", 2), 2 * CHUNK, 2, False, 5.0)
     assert client.told(prefetch) == [answers.Count(0)]

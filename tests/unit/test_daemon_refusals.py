@@ -227,7 +227,8 @@ def test_it_is_a_protocol_error(client, message):
 def test_it_is_misuse(client, message):
     with pytest.raises(MisuseError):
         client.told(message(client.desk))
-    assert client.session.fetches == client.session.errands == 0
+    server = client.daemon.sessions
+    assert len(server._holds._busy) == len(server._calls._errands.busy) == 0
 
 
 def test_a_tier_that_is_not_there_is_named_with_those_that_are(client):
