@@ -9,6 +9,7 @@ access still kills; no program that maps files can close this gap.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
@@ -114,15 +115,14 @@ class Index:
     def page(self, after: RecordId, limit: int) -> list[tuple[RecordId, Entry]]:
         """Return up to `limit` entries that follow `after`, by name; b"" begins."""
         self._check()
-        found: list[tuple[RecordId, Entry]] = []
+        values: list[tuple[RecordId, bytes]] = []
         with _failing("cannot be read"), self._env.begin() as txn, txn.cursor() as cursor:
             more = cursor.set_range(after) if after else cursor.first()
             if more and cursor.key() == after:
                 more = cursor.next()
-            while more and len(found) < limit:
-                found.append((bytes(cursor.key()), _unpack(cursor.value())))
-                more = cursor.next()
-        return found
+            if more:
+                values = list(itertools.islice(cursor.iternext(), limit))  # no loop in Python
+        return [(name, _unpack(value)) for name, value in values]
 
     def commit(self, operations: Mapping[RecordId, Entry | None]) -> None:
         """Put each entry and remove each name whose entry is None, in order.

@@ -26,9 +26,9 @@ Layout, little-endian, 256 bytes::
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
+import msgspec
 import xxhash
 
 from kvtier.errors import Corrupt
@@ -97,8 +97,7 @@ def checksum(data: bytes | memoryview) -> bytes:
     return xxhash.xxh3_128_digest(data)
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(msgspec.Struct, frozen=True):
     """All that is known of a record besides its bytes. parent: the name of its parent, if any."""
 
     namespace: bytes

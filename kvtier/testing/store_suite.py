@@ -12,11 +12,12 @@ this module needs no pytest itself.
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import threading
 from collections.abc import Callable
 from typing import ClassVar
+
+from msgspec import structs
 
 from kvtier.errors import StoreError
 from kvtier.identity.record import Part, RecordId
@@ -284,7 +285,7 @@ class StoreSuite:
             return
         record = make_record(1, 1)
         size = self.capacity + 1
-        header = dataclasses.replace(record.header, raw_bytes=size, stored_bytes=size)
+        header = structs.replace(record.header, raw_bytes=size, stored_bytes=size)
         large = Write(header, aligned(size))
         assert self.store.write_many([large]) == [Status.FAILED]
         self.check_absent(record.header.id)

@@ -9,7 +9,6 @@ With step 0 nothing is killed from within: the test kills from outside.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import random
@@ -17,6 +16,8 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+from msgspec import structs
 
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import FileIO, Segment
@@ -37,7 +38,7 @@ def record_of(number: int, version: int) -> Write:
     """Return the record that is version `version` of name `number`; its depth tells both."""
     size = SIZES[(number + version // 12) % len(SIZES)]
     record = make_record(number, size, version=version)
-    return Write(dataclasses.replace(record.header, depth=NAMES * version + number), record.data)
+    return Write(structs.replace(record.header, depth=NAMES * version + number), record.data)
 
 
 class Steps:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 import kvtier
 from kvtier.config import Config, TierConfig
@@ -45,7 +45,9 @@ def rewritten(store: Disk, *, size: int) -> Disk:
     for header, data in store._records.values():
         payload = bytes(data[:size]).ljust(size, b"x")
         total = checksum(payload)
-        claims = replace(header, raw_bytes=size, stored_bytes=size, raw_sum=total, stored_sum=total)
+        claims = structs.replace(
+            header, raw_bytes=size, stored_bytes=size, raw_sum=total, stored_sum=total
+        )
         other.write_many([Write(claims, memoryview(payload))])
     return other
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from kvtier.errors import Corrupt
 from kvtier.identity import record as module
@@ -123,13 +123,13 @@ def test_another_version_with_another_layout_is_named_too():
     ids=str,
 )
 def test_impossible_values_are_refused_though_their_checksum_is_right(change: dict[str, object]):
-    hostile = dataclasses.replace(HEADER, **change).pack()
+    hostile = structs.replace(HEADER, **change).pack()
     with pytest.raises(Corrupt, match="impossible"):
         Header.unpack(hostile)
 
 
 def test_a_part_without_a_parent_has_none():
-    head = dataclasses.replace(HEADER, parent=None)
+    head = structs.replace(HEADER, parent=None)
     assert head.pack()[80:112] == bytes(32)
     assert Header.unpack(head.pack()) == head
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
 from collections.abc import Callable
 
 import pytest
+from msgspec import structs
 
 from kvtier.errors import Corrupt, Full, Unavailable
 from kvtier.identity.record import Header, Part
@@ -36,16 +36,16 @@ def test_what_was_written_is_read_exactly(bench):
 
 
 LIES: dict[str, Callable[[Header], Header | None]] = {
-    "another namespace": lambda h: dataclasses.replace(h, namespace=bytes(32)),
-    "another key": lambda h: dataclasses.replace(h, key=bytes(32)),
-    "another part": lambda h: dataclasses.replace(h, part=Part(1)),
-    "another shard": lambda h: dataclasses.replace(h, part=Part(0, 0, 2)),
-    "another raw length": lambda h: dataclasses.replace(h, raw_bytes=SIZE - 1),
-    "another stored length": lambda h: dataclasses.replace(h, stored_bytes=SIZE - 1),
-    "both lengths": lambda h: dataclasses.replace(h, raw_bytes=1, stored_bytes=1),
-    "an unknown codec": lambda h: dataclasses.replace(h, codec=9),
-    "another stored checksum": lambda h: dataclasses.replace(h, stored_sum=bytes(16)),
-    "another raw checksum": lambda h: dataclasses.replace(h, raw_sum=bytes(16)),
+    "another namespace": lambda h: structs.replace(h, namespace=bytes(32)),
+    "another key": lambda h: structs.replace(h, key=bytes(32)),
+    "another part": lambda h: structs.replace(h, part=Part(1)),
+    "another shard": lambda h: structs.replace(h, part=Part(0, 0, 2)),
+    "another raw length": lambda h: structs.replace(h, raw_bytes=SIZE - 1),
+    "another stored length": lambda h: structs.replace(h, stored_bytes=SIZE - 1),
+    "both lengths": lambda h: structs.replace(h, raw_bytes=1, stored_bytes=1),
+    "an unknown codec": lambda h: structs.replace(h, codec=9),
+    "another stored checksum": lambda h: structs.replace(h, stored_sum=bytes(16)),
+    "another raw checksum": lambda h: structs.replace(h, raw_sum=bytes(16)),
 }
 
 
