@@ -56,6 +56,7 @@ bench: setup  ## measure everything beside its limit, into bench-*.json (half an
 	$(BIN)/python benchmarks/tiers.py --json bench-tiers.json
 	$(BIN)/python benchmarks/catalog.py --json bench-catalog.json
 	$(BIN)/python benchmarks/engine_step.py --json bench-engine-step.json
+	$(BIN)/python benchmarks/daemon.py --json bench-daemon.json
 
 sim: setup  ## 10,000 simulated schedules, and each named guard taken away once, into sim.json
 	@$(BIN)/kvtier sim --schedules 10000 --sweep 100 --mutate named --json sim.json
@@ -69,9 +70,12 @@ fuzz: setup  ## 1,000,000 hostile inputs to a daemon's frames and sessions, into
 engines: $(ENGINES)/.engines-done  ## run the cases of real vLLM, in a venv of its own (ten minutes)
 	@$(ENGINES)/bin/python tests/engines/run.py
 
+soak: setup  ## 64 clients on a daemon for ten minutes, all killed and stopped, into soak.json
+	@$(BIN)/python -m kvtier.testing.soak --seconds 600 --clients 64 --json soak.json
+
 clean:  ## remove what was built and cached, but not the venvs
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f demo.json bench-*.json sim.json campaign.json fuzz.json
+	rm -f demo.json bench-*.json sim.json campaign.json fuzz.json soak.json
 	find . \( -path ./$(VENV) -o -path ./$(ENGINES) \) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 $(VENV)/.setup-done: pyproject.toml constraints.txt

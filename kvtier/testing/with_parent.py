@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
-__all__ = ["with_parent"]
+__all__ = ["fork_with_parent", "with_parent"]
+
+_PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 
 # The kernel sends the signal. The check after it is for a parent that was gone before.
 _PROGRAM: Final = """
@@ -24,3 +28,23 @@ def with_parent(command: Sequence[str]) -> list[str]:
     The signal is per thread: start it from one that stays.
     """
     return [sys.executable, "-ISc", _PROGRAM, str(os.getpid()), *command]
+
+
+def fork_with_parent(call: Callable[[], None]) -> int:
+    """Run `call` in a fork of this process, until that ends or this one does; return its id.
+
+    The fork has no descriptors but the first three. To be called where there is one thread.
+    """
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        if os.getppid() == parent:
+            call()
+            status = 0
+    finally:
+        os._exit(status)
