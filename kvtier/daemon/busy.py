@@ -14,7 +14,7 @@ class Busy:
     """A count with two limits. Safe from any thread.
 
     By process, and not by session, since what a session began may outlast it. each: of one
-    process; most: of all.
+    process; most: of all. What keeps much memory weighs more than one.
     """
 
     def __init__(self, each: int, most: int) -> None:
@@ -28,19 +28,19 @@ class Busy:
         """What is under way."""
         return self._all
 
-    def begin(self, who: Who) -> bool:
-        """Count one more in; False where that would be too much."""
+    def begin(self, who: Who, weight: int = 1) -> bool:
+        """Count so much more in; False where that would be too much."""
         with self._lock:
-            if self._all >= self.most or self._count[who] >= self.each:
+            if self._all + weight > self.most or self._count[who] + weight > self.each:
                 return False
-            self._count[who] += 1
-            self._all += 1
+            self._count[who] += weight
+            self._all += weight
             return True
 
-    def end(self, who: Who) -> None:
-        """Count one out."""
+    def end(self, who: Who, weight: int = 1) -> None:
+        """Count it out."""
         with self._lock:
-            self._all -= 1
-            self._count[who] -= 1
+            self._all -= weight
+            self._count[who] -= weight
             if not self._count[who]:
                 del self._count[who]

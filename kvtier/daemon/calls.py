@@ -12,10 +12,11 @@ import numpy as np
 from kvtier.catalog.owners import NOBODY
 from kvtier.checks import check_wait
 from kvtier.daemon import answers, messages
-from kvtier.daemon.errands import Errands, Reply, outcome
+from kvtier.daemon.errands import LATE, Errands, Reply, outcome
 from kvtier.daemon.holds import Holds
 from kvtier.daemon.messages import Message, Prompt
 from kvtier.daemon.out import Outs
+from kvtier.daemon.prompts import weight
 from kvtier.daemon.session import Session
 from kvtier.depot import Depot
 from kvtier.desk import Match
@@ -251,12 +252,12 @@ class Calls:
         work: Callable[[], Coroutine[Any, Any, Message]],
         timeout: float,
         reply: Reply,
-        late: Message | None = None,
+        late: Message = LATE,
+        size: int = 1,
     ) -> None:
         """Start what takes longer, unless there is too much of it under way."""
         check_wait("a timeout", timeout)
-        more = {} if late is None else {"late": late}
-        self._errands.start(session.who, work, timeout, reply, **more)
+        self._errands.start(session.who, work, timeout, reply, late=late, weight=size)
 
     def _invalidate(self, session: Session, message: messages.Invalidate, reply: Reply) -> None:
         check_wait("a timeout", message.timeout)
@@ -264,7 +265,7 @@ class Calls:
         if prefix is not None:
             names = [name for chunk in prefix.names[message.first :] for name in chunk]
             work = functools.partial(self._errands.invalidate, names, message.timeout)
-            self._errand(session, work, _NEVER, reply)
+            self._errand(session, work, _NEVER, reply, size=weight(prefix))
 
     def _purge(self, session: Session, message: messages.Purge, reply: Reply) -> None:
         self._desk(session, message.desk)
@@ -291,10 +292,11 @@ class Calls:
         desk, prefix = self._prefix(session, message.desk, message.prompt, reply)
         if prefix is None:
             return
-        self._errands.begin(session.who)
+        size = weight(prefix)
+        self._errands.begin(session.who, size)
 
         def explained(done: Future[Message]) -> None:
-            self._errands.busy.end(session.who)
+            self._errands.busy.end(session.who, size)
             reply(outcome(done))
 
         def explain() -> Message:

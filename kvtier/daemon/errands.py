@@ -17,14 +17,14 @@ from kvtier.errors import KvtierError, MisuseError
 from kvtier.identity.record import RecordId
 from kvtier.seams import CancelledError, Future
 
-__all__ = ["Errands", "Reply", "outcome"]
+__all__ = ["LATE", "Errands", "Reply", "outcome"]
 
 Reply = Callable[[Message], None]
 """Sends an answer. Called from any thread; it never blocks."""
 
 _OF_ONE: Final = 128  # under way, of one process
-_OF_ALL: Final = 2048
-_LATE: Final = Failed("TimeoutError", "it takes longer; the daemon goes on with it")
+_OF_ALL: Final = 1024
+LATE: Final = Failed("TimeoutError", "it takes longer; the daemon goes on with it")
 _log = logging.getLogger("kvtier")
 
 
@@ -46,44 +46,35 @@ class Errands:
         timeout: float,
         reply: Reply,
         *,
-        late: Message = _LATE,
+        late: Message = LATE,
+        weight: int = 1,
     ) -> None:
         """Begin; reply with what comes of it, or with `late` after `timeout` seconds; it goes on.
 
         Raises MisuseError where that process has too many under way, and once the daemon ends.
         """
-        self.begin(who)
-        try:
-            running = self._depot.flow.spawn(self._counted(who, work, timeout, late))
-        except MisuseError:
-            self.busy.end(who)
-            raise
-        running.add_done_callback(lambda done: reply(outcome(done)))
-
-    def begin(self, who: Who) -> None:
-        """Count one more in. Raises MisuseError where that is too much."""
-        if not self.busy.begin(who):
-            raise MisuseError(
-                f"{self.busy.each} calls of one process that wait are as many as the daemon takes; "
-                "let some end"
-            )
-
-    async def _counted(
-        self,
-        who: Who,
-        work: Callable[[], Coroutine[Any, Any, Message]],
-        within: float,
-        late: Message,
-    ) -> Message:
-        """Do it, counted as under way until it has ended itself."""
+        self.begin(who, weight)
 
         async def counted() -> Message:
             try:
                 return await work()
             finally:
-                self.busy.end(who)
+                self.busy.end(who, weight)
 
-        return await self._bounded(counted, within, late)
+        try:
+            running = self._depot.flow.spawn(self._bounded(counted, timeout, late))
+        except MisuseError:
+            self.busy.end(who, weight)
+            raise
+        running.add_done_callback(lambda done: reply(outcome(done)))
+
+    def begin(self, who: Who, weight: int = 1) -> None:
+        """Count one more in. Raises MisuseError where that is too much."""
+        if not self.busy.begin(who, weight):
+            raise MisuseError(
+                f"{self.busy.each} calls of one process that wait are as many as the daemon takes; "
+                "let some end"
+            )
 
     async def _bounded(
         self, work: Callable[[], Coroutine[Any, Any, Message]], within: float, late: Message

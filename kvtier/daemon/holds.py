@@ -19,6 +19,7 @@ from kvtier.daemon.errands import Reply
 from kvtier.daemon.frames import pack_slots
 from kvtier.daemon.grants import CELLS, cells_for
 from kvtier.daemon.out import Out, Outs
+from kvtier.daemon.prompts import weight
 from kvtier.daemon.session import Holding, Session
 from kvtier.depot import Depot
 from kvtier.desk import Issued, Match
@@ -36,7 +37,7 @@ __all__ = ["Holds"]
 
 _LEASES: Final = 4096  # of one session
 _FETCHES: Final = 256  # of one process, under way
-_ALL_FETCHES: Final = 4096
+_ALL_FETCHES: Final = 1024
 _NONE: Final = answers.Leased(0, 0, 0, b"", b"", 0.0)
 _log = logging.getLogger("kvtier")
 
@@ -99,11 +100,13 @@ class Holds:
         """Bring up what a match needs, and lease it; answer when that has come."""
         check_ahead("a lease's deadline", message.hold)
         check_wait("a timeout", message.within)
-        if not self._begin(session):
+        size = weight(match.prefix)
+        if not self._begin(session, size):
             reply(_NONE)
             return
         running = self._spawned(
             session,
+            size,
             lambda: desk.fetch(
                 match, message.first, within=message.within, hold=message.hold, pin=message.pin
             ),
@@ -111,7 +114,7 @@ class Holds:
 
         def arrived(done: Future[Lease | None]) -> None:
             with self._lock:
-                self._busy.end(session.who)
+                self._busy.end(session.who, size)
                 lease = _result(done)
                 if session.desks.get(desk.number) is not desk:  # it has ended meanwhile
                     if lease is not None and lease.held:
@@ -126,26 +129,27 @@ class Holds:
     ) -> None:
         """Bring up what a match needs, and hold nothing; answer when that has ended."""
         check_wait("a prefetch's budget", within)
-        if not self._begin(session):
+        size = weight(match.prefix)
+        if not self._begin(session, size):
             reply(answers.Count(0))
             return
 
         def ended(done: Future[int | None]) -> None:
             with self._lock:
-                self._busy.end(session.who)
+                self._busy.end(session.who, size)
                 reply(answers.Count(_result(done) or 0))
 
-        self._spawned(session, lambda: desk.prefetch(match, within)).add_done_callback(ended)
+        self._spawned(session, size, lambda: desk.prefetch(match, within)).add_done_callback(ended)
 
-    def _begin(self, session: Session) -> bool:
+    def _begin(self, session: Session, size: int) -> bool:
         """Count a fetch in, unless too many are under way, or this session holds too much."""
-        return len(session.holdings) < _LEASES and self._busy.begin(session.who)
+        return len(session.holdings) < _LEASES and self._busy.begin(session.who, size)
 
-    def _spawned(self, session: Session, start: Callable[[], Future[T]]) -> Future[T]:
+    def _spawned(self, session: Session, size: int, start: Callable[[], Future[T]]) -> Future[T]:
         try:
             return start()
         except KvtierError:  # the daemon ends
-            self._busy.end(session.who)
+            self._busy.end(session.who, size)
             raise
 
     def _leased(self, session: Session, desk: LocalDesk, lease: Lease | None) -> answers.Leased:

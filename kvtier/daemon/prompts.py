@@ -14,7 +14,7 @@ from kvtier.identity.record import KEY_BYTES, RecordId, record_id
 from kvtier.identity.shape import Shape
 from kvtier.prefix import Prefix
 
-__all__ = ["MOST_NAMES", "Prompts", "Recall"]
+__all__ = ["MOST_NAMES", "Prompts", "Recall", "weight"]
 
 MOST_NAMES: Final = 1 << 18
 """Parts that one prompt may have: more would keep the daemon from all others for too long."""
@@ -24,8 +24,14 @@ _SESSION_BYTES: Final = 32 << 20
 _ALL_BYTES: Final = 256 << 20
 _CHUNK_BYTES: Final = 96  # CPython 3.11: a tuple, its place in a list, and the key as it came
 _NAME_BYTES: Final = 88  # a name of 42 bytes as an object, and its place in a tuple
+_LIGHT: Final = 4096  # names
 _TOKEN: Final = np.zeros(1, np.int32)
 _PLAIN: Final = Request()
+
+
+def weight(prefix: Prefix) -> int:
+    """Return what a prompt counts for while something is under way with it: mostly one."""
+    return 1 + len(prefix.names) * len(prefix.shape.names) // _LIGHT
 
 
 class _Named(NamedTuple):

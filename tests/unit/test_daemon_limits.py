@@ -6,14 +6,16 @@ import asyncio
 
 import pytest
 
-from kvtier.daemon import answers, holds, messages, sessions
+from kvtier.daemon import answers, holds, messages, prompts, sessions
 from kvtier.daemon.grants import Grants
 from kvtier.daemon.holds import Holds
 from kvtier.errors import ConfigError, MisuseError
-from kvtier.testing.small_daemon import CHUNK, PART_BYTES, SmallDaemon, prompt
+from kvtier.identity.shape import chunk_shape
+from kvtier.testing.small_daemon import CHUNK, GEOMETRY, PART_BYTES, SmallDaemon, prompt
 
 SLOTS = 16
 HALF = SLOTS // 2
+SHAPE = chunk_shape(GEOMETRY)
 
 
 @pytest.fixture
@@ -222,6 +224,27 @@ def test_what_has_ended_counts_no_more(daemon, client):
         client.ask(messages.Explain(client.desk, prompt("a", 1)))
     assert client.ask(messages.Flush(client.desk, 5.0)).value
     assert len(daemon.sessions._calls._errands.busy) == 0
+
+
+def test_long_prompts_weigh_more_while_they_are_under_way(daemon, client, monkeypatch):
+    """Their names take memory for as long as a fetch lasts."""
+    monkeypatch.setattr(prompts, "_LIGHT", 4)
+    monkeypatch.setattr(daemon.sessions._holds._busy, "each", 5)
+
+    async def never(*_, **__):
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(daemon.depot.moves, "fetch", never)
+
+    def fetch(chunks):
+        fields = (CHUNK, 1, False, 0, 5.0, 1000.0, False)
+        return client.told(messages.Fetch(client.desk, prompt("a", chunks), *fields))
+
+    assert fetch(12) == []
+    assert [one.lease for one in fetch(7)] == [0]
+    assert fetch(3) == []
+    assert len(daemon.sessions._holds._busy) == 5
+    assert prompts.weight(client.session.prompts.prefix(1, SHAPE, 1, prompt("a", 12))) == 4
 
 
 @pytest.mark.parametrize("limit", ["each", "most"])
