@@ -12,6 +12,7 @@ EXAMPLES = {
     "02_embed_in_an_engine.py": "computed 1040 tokens, then 16",
     "03_write_a_store.py": "ok and exact",
     "04_explain.py": "Chunk 1 ends the match: invalidated just now.",
+    "05_share_a_daemon.py": "the bytes are the other's: True",
 }
 
 
