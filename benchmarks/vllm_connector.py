@@ -67,10 +67,10 @@ class Watch:
                 self._wrap(name, per_step=per_step)
         schedule = scheduler.schedule
 
-        def scheduled() -> Any:
+        def scheduled(*args: Any) -> Any:
             self.steps.append((len(scheduler.running), *self._spent.values()))
             self._spent = {True: 0.0, False: 0.0}
-            return schedule()
+            return schedule(*args)
 
         scheduler.schedule = scheduled
 
@@ -132,7 +132,7 @@ def child(folder: str, arm: str, turn: int) -> dict[str, Any]:
     if watch is not None:
         full = [step for step in watch.steps if step[0] == RUNNING]
         found["step_us"] = [step * 1e6 for _, step, _ in full]
-        found["request_us"] = [request * 1e6 for _, _, request in full if request]
+        found["request_us"] = [request * 1e6 for _, _, request in watch.steps if request]
         found["ttft"] = {"own": [], "dram": []}
         (long,) = prompts(1, LONG)
         answer([long], 4)
