@@ -132,6 +132,8 @@ class Arena:
             try:
                 self._map = mmap.mmap(fd, self.nbytes)
                 self._map.madvise(mmap.MADV_DONTFORK)
+                with contextlib.suppress(OSError):  # a kernel without; it is advice, no more
+                    self._map.madvise(mmap.MADV_HUGEPAGE)
                 self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
                 self.pinned = self._take()
             except OSError as error:

@@ -357,3 +357,20 @@ def test_an_arena_that_held_its_mapping_would_keep_the_memory():
     assert mappings() == 1
     del held
     assert mappings() == 0
+
+
+def test_huge_pages_are_asked_for():
+    """The kernel gives them where ``shmem_enabled`` is ``advise``; a fork leaves all behind."""
+    arena = Arena(4 * MIB, [MIB])
+    try:
+        flags = ""
+        with Path("/proc/self/smaps").open() as smaps:
+            inside = False
+            for line in smaps:
+                if "-" in line.split()[0]:
+                    inside = "memfd:kvtier-arena" in line
+                elif inside and line.startswith("VmFlags:"):
+                    flags = line
+        assert {"hg", "dc"} <= set(flags.split())
+    finally:
+        arena.close()
