@@ -22,7 +22,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["MOST_PATH", "Place", "check_path", "rendezvous", "runtime_folder"]
+__all__ = ["MOST_PATH", "Place", "check_path", "clear_dead", "rendezvous", "runtime_folder"]
 
 MOST_PATH: Final = 107  # bytes of a socket's path: unix(7), sun_path
 _BACKLOG: Final = 4096
@@ -82,6 +82,13 @@ def rendezvous(engine: str) -> Path:
     if not _PLAIN.fullmatch(engine):
         name = hashlib.sha256(engine.encode("utf-8", "surrogatepass")).hexdigest()[:32]
     return check_path(runtime_folder() / f"engine-{name}.sock")
+
+
+def clear_dead(folder: Path) -> None:
+    """Remove what daemons that are dead have left in a folder of this user's alone."""
+    for lock in sorted(folder.glob("*.sock.lock")):
+        with contextlib.suppress(ConfigError):  # it is alive
+            Place(lock.with_suffix("")).close()
 
 
 class Place:

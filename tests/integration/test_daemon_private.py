@@ -97,6 +97,22 @@ def test_it_ends_with_a_process_that_is_killed_and_the_next_takes_its_place():
         assert generation(daemon.path) == 1
 
 
+def test_what_killed_ones_left_is_cleared_by_the_next_and_live_ones_stay(folder):
+    with owner("killed", DRAM) as process, PrivateDaemon(DRAM, engine="mine") as mine:
+        server = int(process.stdout.readline())
+        process.kill()
+        soon(lambda: over(server))
+        assert (folder / "engine-killed.sock").exists()
+        with owner("another", DRAM) as other:
+            other.stdout.readline()
+            with PrivateDaemon(DRAM, engine="next"):
+                names = {one.name for one in folder.iterdir() if one.suffix == ".sock"}
+                assert names == {f"engine-{name}.sock" for name in ("another", "mine", "next")}
+                assert generation(mine.path) == generation(rendezvous("another")) == 1
+            other.communicate()
+    assert list(folder.iterdir()) == []
+
+
 def test_it_ends_in_order_with_a_process_that_ends_so(folder, tmp_path):
     with owner("one", DRAM, f"lmdb:{tmp_path}/kv?capacity=64MiB") as process:
         server = int(process.stdout.readline())
