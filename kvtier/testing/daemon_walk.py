@@ -6,23 +6,24 @@ import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.daemon import messages
 from kvtier.daemon.out import PLAN_BITS
 from kvtier.memory.arena import Slot
-from kvtier.testing.small_daemon import PART_BYTES, Client, SmallDaemon
+from kvtier.testing.small_daemon import CHUNK, PART_BYTES, Client, SmallDaemon, prompt
 
 __all__ = ["ACTS", "Walk"]
 
-_SLOTS: Final = 24
-_TEXTS: Final = "abcd"
+_SLOTS: Final = 16
+_TEXTS: Final = "abcde"
 _ENGINES: Final = ("one", "two")
 ACTS: Final = {
     "come": 4,
     "rank": 3,
     "save": 6,
     "lease": 8,
+    "fetch": 4,
     "issue": 4,
     "settle": 8,
     "release": 2,
@@ -55,17 +56,26 @@ class _Plan:
         return not self.lease
 
 
+class _Held(NamedTuple):
+    """A lease that a client has. until: its deadline. counts: against the client's limit."""
+
+    number: int
+    until: float
+    nbytes: int
+    counts: bool = True
+
+
 class Walk:
     """The daemon, its clients and ranks, and what the model says of them."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.daemon = SmallDaemon(_SLOTS)
+        self.daemon = SmallDaemon(_SLOTS, "memory:walk?capacity=256KiB")
         self.pids = iter(range(1, 1 << 20))
         self.clients: list[Client] = []
         self.connected: dict[Client, int] = {}
         self.ranks: dict[Client, str] = {}
-        self.leases: dict[Client, list[tuple[int, float, int]]] = {}
+        self.leases: dict[Client, list[_Held]] = {}
         self.plans: list[_Plan] = []
         self.seen: Counter[str] = Counter()
 
@@ -128,14 +138,46 @@ class Walk:
         lease = client.lease(text, chunks, seconds)
         if lease:
             until, nbytes = self.daemon.clock.now + seconds, len(client.slots) * PART_BYTES
-            self.leases[client].append((lease, until, nbytes))
+            self.leases[client].append(_Held(lease, until, nbytes))
         return bool(lease)
+
+    def _fetch(self) -> bool:
+        """Bring up what lies below DRAM, and lease or pin it, or do not."""
+        client = self._one()
+        if client is None:
+            return False
+        text, seconds = self._text(), self.random.uniform(1, 30)
+        chunks = client.match(text, 6)
+        if not chunks:
+            return False
+        one, tokens, pin = prompt(text, 6), chunks * CHUNK, self.random.random() < 0.3
+        if self.random.random() < 0.2:
+            client.ask(messages.Prefetch(client.desk, one, tokens, chunks, unknown=False, within=9))
+            return True
+        answer = client.ask(
+            messages.Fetch(
+                client.desk,
+                one,
+                tokens,
+                chunks,
+                unknown=False,
+                first=0,
+                within=9.0,
+                hold=seconds,
+                pin=pin,
+            )
+        )
+        if answer.lease:
+            nbytes = len(answer.slots) // 24 * PART_BYTES
+            until = self.daemon.clock.now + seconds
+            self.leases[client].append(_Held(answer.lease, until, nbytes, not pin))
+        return bool(answer.lease)
 
     def _issue(self) -> bool:
         client = self._one()
         if client is None or not self.leases[client]:
             return False
-        lease, until, _ = self.random.choice(self.leases[client])
+        lease, until, *_ = self.random.choice(self.leases[client])
         holding = client.session.holdings.get(lease)
         plan = client.issue(lease)
         assert not plan or self.daemon.clock.now < until
@@ -236,7 +278,7 @@ class Walk:
         self.daemon.sessions.tick()
         now = self.daemon.clock.now
         for client, leases in self.leases.items():
-            self.leases[client] = [one for one in leases if one[1] > now]
+            self.leases[client] = [one for one in leases if one.until > now]
 
     def _resume(self) -> bool:
         client = self._one()
@@ -320,7 +362,8 @@ class Walk:
         leases = {
             lease: (client, nbytes)
             for client, leases in self.leases.items()
-            for lease, _, nbytes in leases
+            for lease, _, nbytes, counts in leases
+            if counts
         }
         for plan in self.plans:
             nbytes = sum(slot.nbytes for slot in plan.slots)
