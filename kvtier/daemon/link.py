@@ -103,20 +103,33 @@ class Link:
             self._then()
 
     def join(self, seat: Seat, timeout: float) -> None:
-        """Let a desk join. Blocks. Raises ConfigError, and what the daemon refuses with."""
+        """Let a desk join, also where the daemon is started again meanwhile. Blocks.
+
+        Raises ConfigError, and what the daemon refuses with.
+        """
         self._seats[seat] = None
-        found = None
-        try:
-            found = self.ask(seat, seat.joining, Ask(within=timeout))
-        finally:
-            if found is None:
-                self._seats.pop(seat)
+        until = monotonic() + timeout
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._seats.pop, seat)
+            while not self._joined(seat, until):
+                if monotonic() >= until:
+                    raise ConfigError(f"the daemon at {self.path} does not answer; try again later")
+                select.select([], [], [], _SOONEST)  # the link's thread connects anew
+            undo.pop_all()
+
+    def _joined(self, seat: Seat, until: float) -> bool:
+        """Ask the daemon that is there to let a desk join, unless it was told already."""
+        up = self.up
+        if up is not None and seat in up.desks:
+            return True
+        found = self.ask(seat, seat.joining, Ask(within=max(until - monotonic(), 0.0)))
         if found is None:
-            raise ConfigError(f"the daemon at {self.path} does not answer; try again when it does")
+            return False
         up, reply = found
         if not isinstance(reply, Joined):
             raise ProtocolError(f"the daemon answers Join with {type(reply).__name__}")
         up.desks[seat] = reply.desk
+        return True
 
     def leave(self, seat: Seat) -> bool:
         """Let a desk go; say whether it was the last."""

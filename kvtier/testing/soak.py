@@ -48,7 +48,7 @@ _LOOK_SECONDS: Final = 0.5  # between two looks at what is mapped
 _HUNG_SECONDS: Final = 15.0
 _SERVER_SECONDS: Final = 2.0  # between two kills
 _CHUNKS: Final = 192  # in DRAM; the prompts have more than twice as many
-_HELD: Final = ("kvtier_leased_parts", "kvtier_quarantined_slots")
+_HELD: Final = ("kvtier_leased_parts", "kvtier_quarantined_slots", "kvtier_plans_out")
 
 
 @dataclass
@@ -212,7 +212,7 @@ class Soak:
             end = time.monotonic() + _HUNG_SECONDS
             while True:
                 figures = cache.figures()
-                held = sum(int(figures[f"{name}"]) for name in _HELD)
+                held = sum(int(figures[name]) for name in _HELD)
                 if not held or time.monotonic() > end:
                     return held
                 time.sleep(_TICK_SECONDS)

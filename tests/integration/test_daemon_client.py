@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from kvtier.daemon.link import Link
 from kvtier.errors import MisuseError
 from kvtier.testing.mortal import figure, serves, until
 from kvtier.testing.toy import BLOCK, CHUNK, Toy, pattern, prompt
@@ -135,6 +136,17 @@ def test_the_server_may_be_killed_between_any_two_calls(durable, part):
 def test_it_may_be_killed_again_and_again(durable, seed):
     toy = durable.open()
     run(durable, toy, seed, set(random.Random(seed).sample(range(STEPS), 6)))
+
+
+def test_it_may_be_killed_while_a_cache_is_opened(daemon, monkeypatch):
+    opened = Link.open
+
+    def dies(self: Link, timeout: float) -> None:
+        opened(self, timeout)
+        daemon.kill_server()
+
+    monkeypatch.setattr(Link, "open", dies)
+    serves(daemon.open())
 
 
 # --------------------------------------------------------------------------------- forks, threads
