@@ -6,6 +6,7 @@ Its supervisor starts it, with all that outlives it as inherited descriptors.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -29,6 +30,7 @@ from kvtier.seams import ThreadFlow
 __all__ = ["main"]
 
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
+_GARBAGE: Final = 50_000  # objects until the collector looks; CPython: 700
 _MOST_SETTINGS: Final = 16 << 20
 
 
@@ -54,6 +56,9 @@ def main() -> int:
         except KvtierError as error:
             told.send(msgspec.json.encode(Started(wrong=str(error))))
             return 1
+        # What is there stays; and leases come and go by the thousand, but in no cycles.
+        gc.freeze()
+        gc.set_threshold(_GARBAGE)
         server = Server(door, sessions, sessions.welcome, arena, wanted.uid, monotonic)
         server.watch(link, _orphaned)
         for process in sessions.watched():
