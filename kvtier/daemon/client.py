@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.catalog.lease import Lease, LeaseState, by_chunk
+from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.clock import monotonic
 from kvtier.daemon import answers, messages
 from kvtier.daemon.address import PATIENCE, TIMEOUT, parse_address
-from kvtier.daemon.frames import unpack_slots
+from kvtier.daemon.frames import SLOT_BYTES, unpack_slots
 from kvtier.daemon.link import Link
 from kvtier.daemon.messages import Message
 from kvtier.daemon.orders import NO_PROMPT, Orders, in_bounds
@@ -70,7 +70,7 @@ class RemoteDesk(Orders):
         if not isinstance(reply, answers.Matched):
             return Match(prefix, 0, ())
         try:
-            tiers = tuple(map(up.tiers.__getitem__, reply.tiers))
+            tiers = _named(reply.tiers, up.tiers)
         except IndexError:
             return Match(prefix, 0, ())
         return Match(prefix, reply.tokens, tiers, reply.known, reply.unknown)
@@ -94,23 +94,16 @@ class RemoteDesk(Orders):
         if not isinstance(reply, answers.Leased) or not reply.lease:
             return None
         names = self._shape.select(prefix.names, reply.first, reply.tokens)
-        slots = unpack_slots(reply.slots)
-        width = len(self._shape.names)
-        plain = self._shape.plain
-        count = len(names) * width if plain else sum(map(len, names))
-        if count != len(slots) or len(names) != len(reply.sources):
+        shape = self._shape
+        parts = len(names) * len(shape.names) if shape.plain else sum(map(len, names))
+        odd = max(reply.sources, default=0) >= len(up.tiers)
+        if odd or parts * SLOT_BYTES != len(reply.slots) or len(names) != len(reply.sources):
             self.link.post(up, self, messages.Release(reply.lease))
             return None
-        lease = RemoteLease(
-            (reply.first, reply.tokens),
-            names,
-            tuple(zip(*[iter(slots)] * width, strict=True)) if plain else by_chunk(slots, names),
-            begin + reply.seconds,
-            self,
-            (up, reply.lease),
-        )
+        span, deadline = (reply.first, reply.tokens), begin + reply.seconds
+        lease = RemoteLease(span, names, reply.slots, deadline, self, (up, reply.lease))
         if any(reply.sources):
-            lease.sources = tuple(map(up.tiers.__getitem__, reply.sources))
+            lease.sources = _named(reply.sources, up.tiers)
         return lease
 
     def fetch(
@@ -275,6 +268,14 @@ def _era(issued: Issued) -> Era:
     if isinstance(issued, Taken):
         return issued.era
     raise MisuseError("this plan is of another cache")
+
+
+def _named(numbers: bytes, tiers: Sequence[str]) -> tuple[str, ...]:
+    """Return the tiers of these numbers. Raises IndexError."""
+    first = numbers[:1]
+    if numbers == first * len(numbers):  # as a rule
+        return tuple(tiers[number] for number in first) * len(numbers)
+    return tuple(map(tiers.__getitem__, numbers))
 
 
 def _unlease(_up: Up, reply: Any) -> Message | None:

@@ -44,6 +44,7 @@ from kvtier.memory.arena import Slot
 __all__ = [
     "HEADER",
     "KINDS",
+    "SLOT_BYTES",
     "VERSION",
     "decode",
     "encode",
@@ -53,6 +54,7 @@ __all__ = [
 ]
 
 VERSION: Final = 1
+SLOT_BYTES: Final = 24
 MAGIC: Final = b"KV"
 HEADER: Final = struct.Struct("<2sBBIQ")
 KINDS: Final[dict[int, type[Message]]] = {
@@ -118,7 +120,7 @@ def pack_slots(slots: Iterable[Slot]) -> bytes:
 
 def unpack_slots(data: bytes) -> list[Slot]:
     """Read slots. Raises ProtocolError for half of one."""
-    if len(data) % 24:
+    if len(data) % SLOT_BYTES:
         raise ProtocolError(f"{len(data)} bytes are no slots")
     columns = np.frombuffer(data, "<u8").reshape(3, -1)
     rows = zip(*columns.tolist(), strict=True)

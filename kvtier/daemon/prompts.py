@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from typing import Final, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.daemon.messages import Prompt
 from kvtier.errors import MisuseError, ProtocolError
@@ -96,8 +98,7 @@ class Prompts:
             self._remember(place, prompt.keys, names, len(shape.names))
         else:
             return None
-        tokens = np.broadcast_to(_TOKEN, (prompt.tokens,))
-        return Prefix(tokens, [], names, shape, _PLAIN, owner)
+        return Prefix(_zeros(prompt.tokens), [], names, shape, _PLAIN, owner)
 
     def clear(self) -> None:
         """Forget all."""
@@ -129,6 +130,12 @@ class Prompts:
         nbytes = self._named.pop(place).nbytes
         self.nbytes -= nbytes
         self._recall.nbytes -= nbytes
+
+
+@functools.lru_cache(1024)
+def _zeros(count: int) -> NDArray[np.int32]:
+    """Return so many tokens, which take the memory of one."""
+    return np.broadcast_to(_TOKEN, (count,))
 
 
 def _check_keys(prompt: Prompt) -> None:

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvtier.catalog.catalog import Part
-from kvtier.catalog.lease import Keeper, Lease, LeaseState
+from kvtier.catalog.lease import Keeper, Lease, LeaseState, by_chunk
 from kvtier.clock import monotonic
+from kvtier.daemon.frames import unpack_slots
 from kvtier.daemon.up import Era, Up
 from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
@@ -40,17 +41,19 @@ class Origin(Keeper, Protocol):
 class RemoteLease(Lease):
     """See Lease. number: the daemon's; up: the session that it is good for.
 
+    packed: its slots, as they came; they are unpacked when somebody asks for them.
     It ends with that session, too, and by this process's clock at the latest.
     """
 
-    __slots__ = ("_found", "number", "origin", "up")
+    __slots__ = ("_found", "_packed", "_slots", "number", "origin", "up")
     _found: LeaseState
+    _slots: tuple[tuple[Slot, ...], ...]
 
     def __init__(
         self,
         span: tuple[int, int],
         names: Sequence[Sequence[RecordId]],
-        slots: tuple[tuple[Slot, ...], ...],
+        packed: bytes,
         deadline: float,
         origin: Origin,
         key: tuple[Up, int],
@@ -58,7 +61,19 @@ class RemoteLease(Lease):
         self.origin = origin
         self.up, self.number = key
         first, tokens = span
-        super().__init__(first, tokens, names, ((),) * len(names), slots, deadline, origin)
+        self._packed = packed
+        super().__init__(first, tokens, names, ((),) * len(names), (), deadline, origin)
+
+    @property
+    def slots(self) -> tuple[tuple[Slot, ...], ...]:
+        """See Lease."""
+        if not self._slots:
+            self._slots = by_chunk(unpack_slots(self._packed), self.names)
+        return self._slots
+
+    @slots.setter
+    def slots(self, slots: tuple[tuple[Slot, ...], ...]) -> None:
+        self._slots = slots
 
     @property
     def state(self) -> LeaseState:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from typing import Final, Literal
-
-import numpy as np
+import struct
+from typing import Literal
 
 from kvtier.catalog.lease import Lease
-from kvtier.daemon.frames import pack_slots
+from kvtier.daemon.frames import SLOT_BYTES, pack_slots
 from kvtier.daemon.grants import Who
 from kvtier.daemon.prompts import Recall
 from kvtier.local import LocalDesk
 
 __all__ = ["Holding", "Session"]
-
-_COLUMNS: Final = 3
 
 
 class Holding:
@@ -31,7 +28,8 @@ class Holding:
         self.lease = lease
         self.desk = desk
         self.packed = pack_slots(itertools.chain.from_iterable(lease.slots))
-        self.nbytes = int(np.frombuffer(self.packed, "<u8").reshape(_COLUMNS, -1)[1].sum())
+        count = len(self.packed) // SLOT_BYTES
+        self.nbytes = sum(struct.unpack_from(f"<{count}Q", self.packed, 8 * count))
         self.plans = 0
         self.charged = 0
 

@@ -38,7 +38,7 @@ class Seat(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Ask:
     """How to ask.
 
