@@ -74,7 +74,7 @@ class LocalDesk:
             and found.chunks * self.shape.chunk_tokens < limit
             and self.moves.worth_asking(prefix.names[found.chunks][0])
         )
-        tiers = tuple(names[tier] for tier in found.tiers)
+        tiers = tuple(map(names.__getitem__, found.tiers))
         return Match(prefix, found.tokens, tiers, found.chunks, unknown)
 
     def lease(self, match: Match, first: int, seconds: float) -> Lease | None:

@@ -13,7 +13,7 @@ from kvtier.catalog.owners import NOBODY
 from kvtier.checks import check_wait
 from kvtier.daemon import answers, messages
 from kvtier.daemon.errands import LATE, Errands, Reply, outcome
-from kvtier.daemon.holds import Holds
+from kvtier.daemon.holds import Holds, numbered
 from kvtier.daemon.messages import Message, Prompt
 from kvtier.daemon.out import Outs
 from kvtier.daemon.prompts import weight
@@ -188,7 +188,7 @@ class Calls:
         desk, prefix = self._prefix(session, message.desk, message.prompt, reply)
         if prefix is not None:
             match = desk.match(prefix)
-            tiers = bytes(map(self._depot.numbers.__getitem__, match.tiers))
+            tiers = numbered(match.tiers, self._depot.numbers)
             reply(answers.Matched(match.tokens, tiers, match.known, match.unknown))
 
     def _lease(self, session: Session, message: messages.Lease, reply: Reply) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Final, TypeVar
 
@@ -33,7 +33,7 @@ from kvtier.seams import CancelledError, Future
 
 T = TypeVar("T")
 
-__all__ = ["Holds"]
+__all__ = ["Holds", "numbered"]
 
 _LEASES: Final = 4096  # of one session
 _FETCHES: Final = 256  # of one process, under way
@@ -163,12 +163,11 @@ class Holds:
             return _NONE
         session.holdings[holding.number] = holding
         self._weigh(session.token, holding)
-        numbers = self._depot.numbers
         return answers.Leased(
             holding.number,
             lease.tokens,
             lease.first,
-            bytes(map(numbers.__getitem__, lease.sources)),
+            numbered(lease.sources, self._depot.numbers),
             holding.packed,
             max(lease.deadline - self._clock(), 0.0),
         )
@@ -294,6 +293,14 @@ class Holds:
         end(False)  # noqa: FBT003  (see Out)
         self._depot.metrics.add("refused_holds")
         return 0
+
+
+def numbered(tiers: tuple[str, ...], numbers: Mapping[str, int]) -> bytes:
+    """Return the numbers of tiers, as messages carry them."""
+    first = tiers[:1]
+    if tiers == first * len(tiers):  # as a rule
+        return bytes(numbers[tier] for tier in first) * len(tiers)
+    return bytes(map(numbers.__getitem__, tiers))
 
 
 def _result(done: Future[T | None]) -> T | None:
