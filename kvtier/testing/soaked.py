@@ -42,7 +42,8 @@ CHUNK_BYTES: Final = GEOMETRY.bytes_per_token * CHUNK
 NAMESPACE: Final = kvtier.Namespace("soak", GEOMETRY)
 
 _MOST_CHUNKS: Final = 12  # of a prompt
-_FAMILIES: Final = 48  # prompts; all clients have the same
+_FAMILIES: Final = 48  # prompts at a time; all clients have the same
+_EPOCH_SECONDS: Final = 5.0  # then others follow
 _PLANES: Final = 2 * _LAYERS
 _WORDS: Final = BLOCK * _HEADS * _SIZE * 2 // 8  # of 8 bytes, of one block in one plane
 _BASE: Final = (
@@ -93,7 +94,7 @@ def prompt(family: int, chunks: int) -> NDArray[np.int32]:
     Families come in fours that share three chunks.
     """
     tokens = np.random.default_rng(family).integers(0, 30_000, _MOST_CHUNKS * CHUNK + 1)
-    head = np.random.default_rng(1000 + family // 4).integers(0, 30_000, 3 * CHUNK)
+    head = np.random.default_rng([family // 4, 1]).integers(0, 30_000, 3 * CHUNK)
     tokens[: len(head)] = head
     return tokens[: chunks * CHUNK + 1].astype(np.int32)
 
@@ -130,7 +131,8 @@ class Client:
     def step(self) -> None:
         """Ask for one prompt; load what there is of it, and save the rest."""
         chunks = self._random.randint(1, _MOST_CHUNKS)
-        tokens = prompt(self._random.randrange(_FAMILIES), chunks)
+        epoch = int(time.monotonic() // _EPOCH_SECONDS) - self._random.randrange(2)
+        tokens = prompt(epoch * _FAMILIES + self._random.randrange(_FAMILIES), chunks)
         prefix = self._cache.prefix(tokens)
         loaded = self._load(prefix)
         if loaded < chunks:
