@@ -29,6 +29,8 @@ __all__ = ["Arena", "Memory", "Slot", "slot_bytes_for"]
 
 _EXTENT_BYTES: Final = 64 << 20
 _EXTENTS: Final = 64  # at least as many, where they are not below one slot
+_BLOCK_BYTES: Final = 512  # stat(2), st_blocks
+_MLOCK_ONFAULT: Final = 1  # mman-linux.h
 _MADV_POPULATE_WRITE: Final = 23  # linux/mman.h; absent from the mmap module of 3.11
 _log = logging.getLogger("kvtier")
 
@@ -310,10 +312,16 @@ class Arena:
                 self._open.setdefault(extent.slot_bytes, {})[number] = None
 
     def _take(self) -> bool:
-        """Fault all pages in, locked where the limit allows it. Raises OSError."""
+        """Take all pages, locked where the limit allows it. Raises OSError.
+
+        Where another arena has taken them, they are not touched: mapping them page by page would
+        keep a server from its clients for seconds, and somebody may be copying there.
+        """
         libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(self.memory.ctypes.data)
-        if libc.mlock(address, ctypes.c_size_t(self.nbytes)) == 0:
+        taken = _all_taken(self.fd)
+        flags = ctypes.c_uint(_MLOCK_ONFAULT if taken else 0)
+        if libc.mlock2(address, ctypes.c_size_t(self.nbytes), flags) == 0:
             return True
         _log.warning(
             "dram is not pinned (mlock of %s: %s); raise the limit with `ulimit -l` or "
@@ -321,6 +329,8 @@ class Arena:
             format_bytes(self.nbytes),
             os.strerror(ctypes.get_errno()),
         )
+        if taken:
+            return False
         try:
             self._map.madvise(_MADV_POPULATE_WRITE)
         except OSError as error:
@@ -328,6 +338,12 @@ class Arena:
                 raise
             self.memory[::PAGE_BYTES] = 0  # Linux before 5.14
         return False
+
+
+def _all_taken(fd: int) -> bool:
+    """Say whether all pages of a memfd have been taken before."""
+    found = os.fstat(fd)
+    return found.st_blocks * _BLOCK_BYTES >= found.st_size
 
 
 def _check_chunk(capacity: int, part_bytes: Sequence[int]) -> None:

@@ -277,7 +277,7 @@ class NoLock:
     """A C library whose mlock always fails."""
 
     @staticmethod
-    def mlock(address: object, size: object) -> int:
+    def mlock2(address: object, size: object, flags: object) -> int:
         return -1
 
 

@@ -77,6 +77,47 @@ def test_two_arenas_over_one_memory_see_the_same_bytes():
         second.close()
 
 
+class NoLock:
+    """A C library whose mlock2 always fails."""
+
+    @staticmethod
+    def mlock2(address: object, size: object, flags: object) -> int:
+        return -1
+
+
+def bytes_after_another(monkeypatch) -> bytes:
+    """Return what a client wrote, after a second arena took the same memory on an old kernel."""
+    monkeypatch.setattr(module.ctypes, "CDLL", lambda *_, **__: NoLock)
+    monkeypatch.setattr(module, "_MADV_POPULATE_WRITE", 250)  # no kernel knows this one
+    fd = sealed_memory(4 * MIB)
+    first = Arena(0, fd=os.dup(fd))
+    first.memory[:] = 7
+    second = Arena(0, fd=fd)
+    try:
+        return first.memory.tobytes()
+    finally:
+        first.close()
+        second.close()
+
+
+def test_memory_that_was_taken_before_is_not_touched(monkeypatch):
+    assert bytes_after_another(monkeypatch) == b"\7" * (4 * MIB)
+
+
+def test_taken_again_it_would_be_written_to_under_those_who_copy(monkeypatch):
+    monkeypatch.setattr(module, "_all_taken", lambda fd: False)
+    assert bytes_after_another(monkeypatch).count(0) == 4 * MIB // PAGE_BYTES
+
+
+def test_memory_that_was_taken_before_is_pinned_all_the_same():
+    fd = sealed_memory(2 * MIB)
+    first, second = Arena(0, fd=os.dup(fd)), Arena(0, fd=fd)
+    pinned = (first.pinned, second.pinned)
+    first.close()
+    second.close()
+    assert pinned[0] == pinned[1]
+
+
 def test_memory_that_its_clients_could_truncate_is_refused():
     fd = os.memfd_create("arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, MIB)
