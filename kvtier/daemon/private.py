@@ -17,7 +17,8 @@ from kvtier.daemon.supervisor import Supervisor
 
 __all__ = ["PrivateDaemon"]
 
-
+_START_SECONDS: Final = 60.0
+_LEAST_BYTES_A_SECOND: Final = 256 << 20  # that the system makes of memory, however busy it is
 _numbers: Final = itertools.count(1)
 
 
@@ -25,16 +26,19 @@ class PrivateDaemon:
     """Started when it is made; ends with ``close``, or with this process, however that ends.
 
     tiers: URLs, DRAM first. engine: the id that its ranks name, made up unless given. path: where
-    to connect. Blocks until it serves. Raises ConfigError with cause and remedy, and TimeoutError.
+    to connect. timeout: seconds until it serves; a minute unless given, and more for much memory.
+    Blocks until then. Raises ConfigError with cause and remedy, and TimeoutError.
     A forked child cannot close it.
     """
 
-    def __init__(self, *tiers: str, engine: str = "", timeout: float | None = 60.0) -> None:
+    def __init__(self, *tiers: str, engine: str = "", timeout: float | None = None) -> None:
         self.engine = engine or f"{os.getpid()}-{next(_numbers)}"
         path = rendezvous(self.engine)
         clear_dead(path.parent)  # each engine's socket has a name of its own: nobody else would
         self._supervisor = Supervisor(Settings(tiers, os.geteuid(), share=1.0), path)
         self.path = self._supervisor.path
+        if timeout is None:
+            timeout = _START_SECONDS + self._supervisor.nbytes / _LEAST_BYTES_A_SECOND
         self._supervisor.start(timeout)
         atexit.register(self.close)
 

@@ -121,6 +121,17 @@ def test_what_all_together_have_begun_to_send_is_bounded(start):
     assert running.serves()
 
 
+def test_without_that_bound_both_would_stay(start):
+    running = start(Limits(total=1 << 30))
+    body = HEADER.pack(b"KV", 1, 10, 1 << 20, 1)
+    with RawClient(running.path) as first, RawClient(running.path) as second:
+        for client in (first, second):
+            client.greet()
+            client.sock.sendall(body + bytes(150_000))
+        soon(lambda: running.server._held > 300_000)
+        assert running.sessions.open == 2
+
+
 def test_connections_are_capped_and_the_next_is_told(start):
     running = start(Limits(connections=2))
     with RawClient(running.path) as first, RawClient(running.path) as second:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.daemon import process as processes
 from kvtier.daemon.answers import Answer, Closing, Count, Failed, Told, Welcome
 from kvtier.daemon.frames import HEADER, encode
 from kvtier.daemon.limits import Limits
@@ -163,6 +164,15 @@ def test_what_breaks_the_rules_is_told_why_and_closed_and_others_go_on(served, w
             assert client.ended()
         assert other.ask(Figures(), Answer)
     soon(lambda: served.sessions.open == 0)
+
+
+def test_unchecked_another_process_would_be_watched_in_its_place(served, monkeypatch):
+    monkeypatch.setattr(processes, "_check", lambda pidfd, pid: None)
+    with RawClient(served.path) as client:
+        pidfd = os.pidfd_open(os.getppid())
+        client.say(hello(), 1, passing=pidfd)
+        os.close(pidfd)
+        assert client.heard(Welcome)
 
 
 def test_another_user_is_refused_and_told_what_to_do(tmp_path, monkeypatch):
