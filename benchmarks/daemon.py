@@ -7,10 +7,11 @@ In every round each arm has its turn, so that whatever else the machine does mee
 match_lease   match and lease of a prompt of 512 chunks, all in DRAM, from the prompt's names to
               the slots in hand, in milliseconds. `new`: the session has not named the prompt yet,
               so that its keys travel; `again`: it has. The release is not in the time
-handover      one part of 16 MiB, by its offset: `lease`, until the client has the offset; alone,
-              until it may copy from there, which takes plan_load, too; `whole`, until the plan is
-              settled and the lease released, and the daemon has answered something after that.
-              In microseconds; bare: a message of 100 bytes to another process and back
+handover      one part of 16 MiB, by its offset: from the call of `lease` until the client has the
+              offset, which is its own to read until the deadline. `planned`: until a plan is out,
+              too, so that the slot stays its own however long the copy takes; `whole`: until that
+              is settled and the lease released, and the daemon has answered something after it.
+              In microseconds; `bare`: a message of 100 bytes to another process and back
 load          134 MB, eight such parts: from the call of match until all is in the engine's blocks
 idle          match_lease `again` while 256 more connections are open, over without, in turn
 start         from the start of `kvtier serve` until its socket answers, with so many records of
@@ -61,7 +62,7 @@ LARGE = kvtier.Geometry((kvtier.Component(layers=32, heads=8, head_size=64),), c
 LARGE_CHUNKS = 8
 LARGE_BYTES = LARGE_CHUNKS * LARGE.bytes_per_token * CHUNK
 BLOCKS = LARGE_CHUNKS * CHUNK // 16
-HANDOVER = ("lease", "whole", "in_process", "bare")
+HANDOVER = ("planned", "whole", "in_process", "planned_in_process", "bare")
 IDLE = 256
 RECORDS = 100_000
 RECORD = 4096
@@ -125,19 +126,19 @@ class Arm:
         return seconds
 
     def handover(self, prefix: Prefix) -> tuple[float, float, float]:
-        """Return the seconds until the offset is here, is free to copy from, and is given back."""
+        """Return the seconds until the offset is here, is in a plan, and is given back."""
         match = self.cache.match(prefix)
         begin = time.perf_counter()
         lease = self.cache.lease(match, deadline=60)
         leased = time.perf_counter() - begin
         plan = None if lease is None else self.cache.plan_load(lease, list(range(16)))
-        usable = time.perf_counter() - begin
+        planned = time.perf_counter() - begin
         if lease is None or plan is None:
             raise SystemExit("the part is not in DRAM")
         self.cache.settle(plan, CopyResult(CopyStatus.OK))
         lease.release()
         self.cache.match(prefix)
-        return leased, usable, time.perf_counter() - begin
+        return leased, planned, time.perf_counter() - begin
 
     def load(self, prefix: Prefix) -> float:
         """Return the seconds until a prompt is in the engine's blocks."""
@@ -254,9 +255,9 @@ def moves(path: Path, rounds: int) -> dict[str, Any]:
             for arm, prefixes, times in zip(arms, each, loads, strict=True):
                 times.append(arm.load(prefixes[0]))
     ratios = [a / b for a, b in zip(*loads, strict=True)]
-    leased, usable, whole = (spread(list(each), 1e6) for each in zip(*parts[1], strict=True))
-    handover: dict[str, Any] = usable | {"lease": leased, "whole": whole}
-    handover["in_process"] = spread([each[1] for each in parts[0]], 1e6)
+    own, far = ([spread(list(one), 1e6) for one in zip(*arm, strict=True)] for arm in parts)
+    handover: dict[str, Any] = far[0] | {"planned": far[1], "whole": far[2]}
+    handover |= {"in_process": own[0], "planned_in_process": own[1]}
     handover["bare"] = spread(bare_round_trips(10 * rounds), 1e6)
     rates = [spread([LARGE_BYTES / one / 1e9 for one in times]) for times in loads]
     load: dict[str, Any] = {"over_in_process": statistics.median(ratios), "ratios": spread(ratios)}
@@ -362,7 +363,7 @@ def show(report: dict[str, Any]) -> None:
             )
     row = report["handover_16MiB_us"]
     for name, one in {"": row, **{each: row[each] for each in HANDOVER}}.items():
-        print(f"handover {name:12} {one['p50']:17.1f} us   ({one['p10']:.1f} to {one['p90']:.1f})")
+        print(f"handover {name:18} {one['p50']:11.1f} us   ({one['p10']:.1f} to {one['p90']:.1f})")
     for arm, one in report["load_134MB"]["gb_per_s"].items():
         print(f"load {arm:16} {one['p50']:17.2f} GB/s ({one['p10']:.2f} to {one['p90']:.2f})")
     row = report["start_cpu_s"]
