@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Copy", "Device", "Fence", "Role", "Stream"]
+__all__ = ["Copy", "Device", "Fence", "Role", "Stream", "group_planes"]
 
 Role = Literal["load", "store"]
 
@@ -43,7 +43,7 @@ class Copy:
     """One copy between blocks of a paged cache and part of a slot.
 
     pages: bytes of the paged cache, uint8 [planes, blocks, bytes of a block].
-    blocks: ids of the engine's blocks, in token order.
+    blocks: ids of the engine's blocks, in token order; read when the copy is enqueued, not later.
     slot: bytes of the same tokens in the slot, uint8 [planes, len(blocks), bytes of a block];
         strided along planes when only some of a chunk's tokens are copied.
     """
@@ -93,3 +93,8 @@ class Device(Protocol):
     def close(self) -> None:
         """Wait for work in flight, bounded, and end the streams."""
         ...
+
+
+def group_planes(planes: int, index: int, groups: int) -> slice:
+    """Return the planes of one of `groups` runs, which ``scatter`` has a fence for."""
+    return slice(planes * index // groups, planes * (index + 1) // groups)

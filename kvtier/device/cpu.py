@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.device.base import Copy, Fence, Role, Stream
+from kvtier.device.base import Copy, Fence, Role, Stream, group_planes
 from kvtier.errors import ConfigError, MisuseError
 
 __all__ = ["CpuDevice", "CpuFence", "CpuStream"]
@@ -31,6 +31,11 @@ class CpuFence:
     def __init__(self) -> None:
         self._done = threading.Event()
         self.error: BaseException | None = None
+
+    @property
+    def settled(self) -> bool:
+        """Say whether it is done, however that ended."""
+        return self._done.is_set()
 
     def done(self) -> bool:
         """See Fence."""
@@ -78,7 +83,7 @@ class CpuStream:
 
     def record(self) -> CpuFence:
         """See Stream. The fence raises the first error since the fence before it."""
-        fence = CpuFence()
+        fence = self._fence()
 
         def settle() -> None:
             error, self._error = self._error, None
@@ -108,6 +113,9 @@ class CpuStream:
         if self._thread.is_alive():
             _log.warning("%s still hangs at close; it is left behind", self._thread.name)
 
+    def _fence(self) -> CpuFence:
+        return CpuFence()
+
     def _put(self, work: Callable[[], None]) -> None:
         with self._lock:
             if self._closed:
@@ -129,15 +137,15 @@ class CpuStream:
 
 
 class CpuDevice:
-    """Copies on worker threads with numpy, which releases the GIL. See Device."""
+    """Copies on worker threads with numpy, which releases the GIL. See Device.
+
+    streams: makes a stream by its name.
+    """
 
     name = "cpu"
 
-    def __init__(self) -> None:
-        self._streams: dict[Role, CpuStream] = {
-            "load": CpuStream("load"),
-            "store": CpuStream("store"),
-        }
+    def __init__(self, streams: Callable[[str], CpuStream] = CpuStream) -> None:
+        self._streams: dict[Role, CpuStream] = {"load": streams("load"), "store": streams("store")}
 
     def stream(self, role: Role) -> CpuStream:
         """See Device."""
@@ -176,8 +184,8 @@ class CpuDevice:
     def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
         """See Device."""
         queued = self._after(stream, after)
-        for copy in copies:
-            queued.enqueue(partial(_copy, copy, slice(None), into_slot=True))
+        for copy in _frozen(copies):
+            self._enqueue(queued, copy, slice(0, copy.pages.shape[0]), into_slot=True)
         return queued.record()
 
     def scatter(
@@ -185,12 +193,12 @@ class CpuDevice:
     ) -> list[Fence]:
         """See Device."""
         fences: list[Fence] = []
+        copies = _frozen(copies)
         for index in range(groups):
             queued = self._after(stream, after)  # for each: one that failed holds back all groups
             for copy in copies:
-                planes = copy.pages.shape[0]
-                part = slice(planes * index // groups, planes * (index + 1) // groups)
-                queued.enqueue(partial(_copy, copy, part, into_slot=False))
+                part = group_planes(copy.pages.shape[0], index, groups)
+                self._enqueue(queued, copy, part, into_slot=False)
             fences.append(queued.record())
         return fences
 
@@ -199,6 +207,10 @@ class CpuDevice:
         for stream in self._streams.values():
             stream.close()
 
+    def _enqueue(self, stream: CpuStream, copy: Copy, planes: slice, *, into_slot: bool) -> None:
+        """Append the copy of a run of planes to a stream."""
+        stream.enqueue(partial(_copy, copy, planes, into_slot=into_slot))
+
     @staticmethod
     def _after(stream: Stream, after: Sequence[Fence]) -> CpuStream:
         if not isinstance(stream, CpuStream):
@@ -206,6 +218,11 @@ class CpuDevice:
         for fence in after:
             stream.wait(fence)
         return stream
+
+
+def _frozen(copies: Sequence[Copy]) -> list[Copy]:
+    """Take down the blocks' ids: a block table goes on changing while a copy waits its turn."""
+    return [Copy(copy.pages, tuple(copy.blocks), copy.slot) for copy in copies]
 
 
 def _copy(copy: Copy, planes: slice, *, into_slot: bool) -> None:

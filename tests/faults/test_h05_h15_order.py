@@ -6,123 +6,18 @@ A device that does its work as late, and in as odd an order, as its streams and 
 from __future__ import annotations
 
 import random
-from collections import deque
 from functools import partial
 
 import numpy as np
 import pytest
 
 from kvtier.connectors.reference import ReferenceConnector
-from kvtier.device import cpu
-from kvtier.device.cpu import CpuDevice
+from kvtier.device.chaos import ORDERS, ChaosDevice
 from kvtier.testing.toy import BLOCK, CHUNK, pattern, prompt
 
 BLOCKS = 40
 POISON = 0xABAB
 SEEDS = range(25)
-MODES = ["random", "lazy", "starve load", "starve store", "starve compute"]
-
-# ---------------------------------------------------------------------------------- the device
-
-
-class ChaosFence:
-    def __init__(self, device) -> None:
-        self.device = device
-        self.settled = False
-
-    def done(self) -> bool:
-        self.device.idle()
-        return self.settled
-
-    def wait(self, timeout: float) -> bool:
-        while not self.settled and self.device.run(1):
-            pass
-        return self.settled
-
-
-class ChaosStream:
-    """Work in order. Nothing runs by itself: the device chooses whose turn it is."""
-
-    def __init__(self, device) -> None:
-        self.device = device
-        self.work = deque()
-
-    def enqueue(self, call) -> None:
-        self.work.append((None, call))
-
-    def record(self) -> ChaosFence:
-        fence = ChaosFence(self.device)
-        self.enqueue(lambda: setattr(fence, "settled", True))
-        return fence
-
-    def wait(self, fence) -> None:
-        self.work.append((fence, lambda: None))
-
-    @property
-    def ready(self) -> bool:
-        return bool(self.work) and (self.work[0][0] is None or self.work[0][0].settled)
-
-
-class ChaosDevice:
-    """See Device. compute: the engine's own stream, which ``host_fence`` is a fence of."""
-
-    name = "chaos"
-
-    def __init__(self, seed: int, mode: str = "random") -> None:
-        self.rng = random.Random(seed)
-        self.mode = mode
-        self.compute = ChaosStream(self)
-        self.streams = {"load": ChaosStream(self), "store": ChaosStream(self)}
-        self.pages = CpuDevice().pages
-
-    def run(self, steps: int) -> bool:
-        """Do some work that may be done now; say whether there was any."""
-        streams = {"compute": self.compute, **self.streams}
-        for _ in range(steps):
-            ready = [name for name, stream in streams.items() if stream.ready]
-            starved = self.mode.removeprefix("starve ")
-            ready = [name for name in ready if name != starved] or ready
-            if not ready:
-                return False
-            streams[self.rng.choice(ready)].work.popleft()[1]()
-        return True
-
-    def idle(self) -> None:
-        """Let some time pass, unless everything waits until it is waited for."""
-        if self.mode != "lazy":
-            self.run(self.rng.choice((0, 0, 1, 3, 30)))
-
-    def stream(self, role):
-        return self.streams[role]
-
-    def host_fence(self):
-        return self.compute.record()
-
-    def gather(self, stream, copies, after):
-        self._order(stream, after)
-        for copy in copies:
-            stream.enqueue(partial(cpu._copy, copy, slice(None), into_slot=True))
-        return stream.record()
-
-    def scatter(self, stream, copies, after, groups=1):
-        fences = []
-        for index in range(groups):
-            self._order(stream, after)
-            for copy in copies:
-                planes = copy.pages.shape[0]
-                part = slice(planes * index // groups, planes * (index + 1) // groups)
-                stream.enqueue(partial(cpu._copy, copy, part, into_slot=False))
-            fences.append(stream.record())
-        return fences
-
-    def _order(self, stream, after) -> None:
-        for fence in after:
-            stream.wait(fence)
-
-    def close(self) -> None:
-        while self.run(1):
-            pass
-
 
 # ---------------------------------------------------------------------------------- the engine
 
@@ -137,8 +32,8 @@ class Request:
 class Engine:
     """Requests on few blocks, ended at any moment. wrong: blocks whose KV was not theirs."""
 
-    def __init__(self, cache, device) -> None:
-        self.rng, self.device, self.cache = device.rng, device, cache
+    def __init__(self, cache, device, seed) -> None:
+        self.rng, self.device, self.cache = random.Random(seed), device, cache
         self.kv = np.zeros((2, 2, BLOCKS, BLOCK, 2, 8), np.uint16)
         self.connector = ReferenceConnector(cache, self.kv, device)
         self.free = list(range(BLOCKS))
@@ -245,11 +140,11 @@ def wrong_blocks(engines, seed, mode, *, careless=False, unordered=()) -> int:
     """
     toy = engines(chunks=10)
     device = ChaosDevice(seed, mode)
-    engine = Engine(toy.cache, device)
+    engine = Engine(toy.cache, device, seed)
     engine.careless = careless
-    order = device._order
-    device._order = lambda stream, after: order(
-        stream, () if any(stream is device.streams[role] for role in unordered) else after
+    order = device._after
+    device._after = lambda stream, after: order(
+        stream, () if any(stream is device.stream(role) for role in unordered) else after
     )
     for _ in range(300):
         engine.step()
@@ -262,7 +157,7 @@ def wrong_blocks(engines, seed, mode, *, careless=False, unordered=()) -> int:
     return engine.wrong
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ORDERS)
 def test_in_any_order_that_the_fences_allow_every_block_is_right(engines, mode):
     assert [wrong_blocks(engines, seed, mode) for seed in SEEDS] == [0] * len(SEEDS)
 
