@@ -108,8 +108,10 @@ class Place:
             _held[self._key] = None
         with contextlib.ExitStack() as undo:
             undo.callback(_held.pop, self._key)
+            self._theirs = True
             self._folder = self._open_folder()
             undo.callback(os.close, self._folder)
+            self._theirs = self._others_write()
             with self._as_user():
                 self._lock = self._take_lock()
                 undo.callback(os.close, self._lock)
@@ -163,6 +165,11 @@ class Place:
             )
         return number
 
+    def _others_write(self) -> bool:
+        """Say whether the user, or anybody but this process, can put files into the folder."""
+        found = os.fstat(self._folder)
+        return found.st_uid != os.geteuid() or bool(found.st_mode & 0o022)
+
     def _make_folder(self, folder: Path) -> None:
         if folder.exists():
             return
@@ -175,9 +182,9 @@ class Place:
 
     @contextlib.contextmanager
     def _as_user(self) -> Iterator[None]:
-        """Act with the rights of the socket's user: what is made is theirs, and no link fools."""
+        """Act with the rights of the socket's user where others put files: no link fools us."""
         own = os.geteuid()
-        if self.uid == own:
+        if self.uid == own or not self._theirs:
             yield
             return
         try:
@@ -221,6 +228,8 @@ class Place:
         try:
             os.fchmod(listening.fileno(), 0o600)  # before: the file is made with this mode
             listening.bind(str(self.path))
+            if not self._theirs:  # it was made as this process's
+                os.chown(self.path.name, self.uid, -1, dir_fd=self._folder, follow_symlinks=False)
             listening.listen(_BACKLOG)
             found = os.stat(self.path.name, dir_fd=self._folder, follow_symlinks=False)
         except OSError as error:

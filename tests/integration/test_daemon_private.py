@@ -21,6 +21,8 @@ from kvtier.testing.daemonloop import soon
 from kvtier.testing.rawclient import RawClient
 
 DRAM = "dram:8MiB"
+FORKS = "ignore:This process .* is multi-threaded:DeprecationWarning"  # Python 3.12
+pytestmark = pytest.mark.filterwarnings(FORKS)
 
 
 @pytest.fixture(autouse=True)

@@ -20,7 +20,7 @@ from kvtier.daemon.frames import encode
 from kvtier.daemon.messages import Figures, Hello
 from kvtier.daemon.settings import Settings
 from kvtier.daemon.supervisor import Supervisor
-from kvtier.testing.daemon import children, running
+from kvtier.testing.daemon import running
 from kvtier.testing.daemonloop import soon
 from kvtier.testing.rawclient import RawClient, hello
 
@@ -255,82 +255,6 @@ def test_memory_without_seals_is_not_served(supervised, monkeypatch):
 def test_more_memory_than_there_is_is_refused_at_once():
     said = refused("dram:900TiB")
     assert "of memory available here; ask for less, or raise the limit (MemoryMax=" in said
-
-
-# ---- other users
-
-
-AS_USER = """
-import os, sys
-from kvtier.testing.rawclient import RawClient, hello
-os.setgid(int(sys.argv[1])); os.setuid(int(sys.argv[1]))
-try:
-    with RawClient(sys.argv[2]) as client:
-        pidfd = os.pidfd_open(os.getpid())
-        client.say(hello(), 1, passing=pidfd)
-        print(client.read()[0])
-        print(client.ended() if len(sys.argv) > 3 else "")
-except OSError as error:
-    print(error.strerror)
-"""
-
-
-def as_user(uid, path, *more) -> str:
-    command = [sys.executable, "-c", AS_USER, str(uid), str(path), *more]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-
-
-@pytest.fixture
-def passable(tmp_path):
-    """Return a folder that others may pass through."""
-    import shutil
-    import tempfile
-
-    folder = Path(tempfile.mkdtemp(prefix="kvtier-"))
-    folder.chmod(0o711)
-    yield folder
-    shutil.rmtree(folder)
-
-
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
-
-
-@needs_root
-def test_each_principal_has_its_own_socket_arena_and_server(passable):
-    users = {"one": 64_001, "two": 64_002}
-    text = "".join(
-        f'[principals.{name}]\nuid = {uid}\nsocket = "{passable}/{name}/s"\n'
-        f'tiers = ["dram:{4 * uid % 7 + 4}MiB"]\n'
-        for name, uid in users.items()
-    )
-    (passable / "kvtier.toml").write_text(text)
-    for name, uid in users.items():
-        (passable / name).mkdir(0o700)
-        os.chown(passable / name, uid, -1)
-    with running(config=passable / "kvtier.toml") as daemon:
-        soon(lambda: len(children(daemon.supervisor_pid)) == 2)
-        for name, uid in users.items():
-            path = passable / name / "s"
-            soon(path.exists)
-            assert (path.stat().st_uid, path.stat().st_mode & 0o777) == (uid, 0o600)
-            assert "Welcome(generation=1" in as_user(uid, path)
-            other = next(one for one in users.values() if one != uid)
-            assert as_user(other, path) == "Permission denied\n"
-        (passable / "one").chmod(0o755)
-        (passable / "one" / "s").chmod(0o666)
-        said = as_user(users["two"], passable / "one" / "s", "ended")
-        assert "this socket is not for the user 64002; connect to that of" in said
-        assert said.endswith("True\n")
-        arenas = {greeted(passable / name / "s")[1] for name in users}
-        assert len(arenas) == 2
-        # One's own server killed again and again is no business of the other's.
-        with RawClient(passable / "two" / "s") as client:
-            client.greet()
-            with RawClient(passable / "one" / "s") as bad:
-                bad.sock.sendall(b"garbage" * 1000)
-                assert bad.ended()
-            assert client.ask(Figures(), Answer)
-    assert not (passable / "one" / "s").exists()
 
 
 # ---- clients that do harm

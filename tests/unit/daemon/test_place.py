@@ -13,6 +13,9 @@ import pytest
 import kvtier
 from kvtier.daemon.place import MOST_PATH, Place, check_path, rendezvous, runtime_folder
 
+FORKS = "ignore:This process .* is multi-threaded:DeprecationWarning"  # Python 3.12
+pytestmark = pytest.mark.filterwarnings(FORKS)
+
 
 def test_a_live_socket_is_not_taken_though_nobody_holds_its_lock(tmp_path):
     with socket.socket(socket.AF_UNIX) as other:
