@@ -274,7 +274,7 @@ def _named(numbers: bytes, tiers: Sequence[str]) -> tuple[str, ...]:
     """Return the tiers of these numbers. Raises IndexError."""
     first = numbers[:1]
     if numbers == first * len(numbers):  # as a rule
-        return tuple(tiers[number] for number in first) * len(numbers)
+        return tuple([tiers[number] for number in first]) * len(numbers)
     return tuple(map(tiers.__getitem__, numbers))
 
 

@@ -114,8 +114,8 @@ def decode(kind: int, body: bytes | bytearray | memoryview) -> Message:
 
 def pack_slots(slots: Iterable[Slot]) -> bytes:
     """Return slots as a message carries them."""
-    columns = list(zip(*slots, strict=True))
-    return b"".join(struct.pack(f"<{len(column)}Q", *column) for column in columns)
+    columns = zip(*slots, strict=True)
+    return b"".join([struct.pack(f"<{len(column)}Q", *column) for column in columns])
 
 
 def unpack_slots(data: bytes) -> list[Slot]:

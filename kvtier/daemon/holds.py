@@ -299,7 +299,7 @@ def numbered(tiers: tuple[str, ...], numbers: Mapping[str, int]) -> bytes:
     """Return the numbers of tiers, as messages carry them."""
     first = tiers[:1]
     if tiers == first * len(tiers):  # as a rule
-        return bytes(numbers[tier] for tier in first) * len(tiers)
+        return bytes([numbers[tier] for tier in first]) * len(tiers)
     return bytes(map(numbers.__getitem__, tiers))
 
 
