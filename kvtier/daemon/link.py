@@ -15,16 +15,14 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-import numpy as np
-
 from kvtier.clock import monotonic
-from kvtier.daemon.answers import Failed, Joined, Resend, Welcome
+from kvtier.daemon.answers import Failed, Joined, Resend
 from kvtier.daemon.frames import encode
 from kvtier.daemon.mapped import MappedArena
-from kvtier.daemon.messages import Bye, Hello, Message, Resume, Settle
-from kvtier.daemon.up import Ask, Era, Seat, Up
+from kvtier.daemon.messages import Bye, Hello, Message, Settle
+from kvtier.daemon.up import Ask, Era, Seat, Up, resuming, stand_down
 from kvtier.daemon.waits import Waits
-from kvtier.daemon.wire import Wire, connect, failure, wait_for_daemon
+from kvtier.daemon.wire import connect, failure, wait_for_daemon
 from kvtier.errors import ConfigError, KvtierError, ProtocolError
 from kvtier.events import Reporter
 
@@ -88,6 +86,7 @@ class Link:
             up, self.up = self.up, None
             if up is not None:
                 with contextlib.suppress(OSError):
+                    self._flush(up)
                     up.calls.put(encode(Bye()), 0.0)
                 up.end()
         self._poke()
@@ -245,6 +244,8 @@ class Link:
         """Say that a plan has ended. Where nobody listens, Resume will say so."""
         self.out.pop((era, plan), None)
         up = self.up
+        if self._closing:
+            stand_down(self.path, self._hello(), self.out)
         if up is not None and up.era.arena == era.arena:
             self.post(up, seat, Settle(0, era.generation, plan, ok))
 
@@ -359,13 +360,13 @@ class Link:
     def _come_up(self) -> None:
         """Connect, say what still stands, and join again. Raises OSError and KvtierError."""
         with contextlib.ExitStack() as undo:
-            calls, welcome, fd = self._connect()
+            calls, welcome, fd = connect(self.path, self._hello(), _GREETING_SECONDS)
             undo.callback(calls.close)
             if welcome.arena == self.arena.id:
                 os.close(fd)
             else:
                 self.arena.map(fd)
-            wire, again, fd = self._connect()
+            wire, again, fd = connect(self.path, self._hello(), _GREETING_SECONDS)
             undo.callback(wire.close)
             os.close(fd)
             up = Up(calls, Waits(wire, self._poke), welcome)
@@ -385,16 +386,15 @@ class Link:
             if (era, plan) not in self.out:  # settled while nobody listened
                 self.settle(seat, era, plan, ok=False)
 
-    def _connect(self) -> tuple[Wire, Welcome, int]:
-        hello = Hello(self._session, self._engine, "scheduler", 0, self.arena.id)
-        return connect(self.path, hello, _GREETING_SECONDS)
+    def _hello(self) -> Hello:
+        return Hello(self._session, self._engine, "scheduler", 0, self.arena.id)
 
     def _resume(self, up: Up) -> dict[tuple[Era, int], Seat]:
         """Say which plans are out; those of an arena that is gone are over."""
         with self._turn:  # whoever has had an answer on the session before has noted its plan
-            self.out = {key: seat for key, seat in self.out.items() if key[0].arena == up.era.arena}
+            for key in [key for key in self.out if key[0].arena != up.era.arena]:
+                self.out.pop(key, None)
             still = dict(self.out)
         if self._greeted:
-            pairs = np.array([(era.generation, plan) for era, plan in still], "<u8")
-            up.calls.put(encode(Resume(pairs.tobytes())), monotonic() + _GREETING_SECONDS)
+            up.calls.put(encode(resuming(still)), monotonic() + _GREETING_SECONDS)
         return still

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import select
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
 
 from kvtier.clock import monotonic
 from kvtier.daemon.answers import Failed, Joined, Welcome
 from kvtier.daemon.frames import encode
-from kvtier.daemon.messages import Message, Prompt
+from kvtier.daemon.messages import Bye, Hello, Message, Prompt, Resume
 from kvtier.daemon.waits import Waits
-from kvtier.daemon.wire import Wire
+from kvtier.daemon.wire import Wire, connect
+from kvtier.errors import KvtierError
 from kvtier.prefix import Prefix
 
-__all__ = ["Ask", "Era", "Seat", "Up"]
+__all__ = ["Ask", "Era", "Seat", "Up", "resuming", "stand_down"]
 
+_STAND_DOWN: Final = 0.2  # seconds
 _TOLD: Final = 128  # prompts whose keys the daemon surely remembers
 
 
@@ -127,3 +133,22 @@ class Up:
         """End both connections; their descriptors stay. Safe from any thread."""
         self.calls.end()
         self.waits.wire.end()
+
+
+def resuming(out: Iterable[tuple[Era, int]]) -> Resume:
+    """Return what says which plans of a session are out, and that nothing else of it stands."""
+    return Resume(np.array([(era.generation, plan) for era, plan in out], "<u8").tobytes())
+
+
+def stand_down(path: str, hello: Hello, out: Iterable[tuple[Era, int]]) -> None:
+    """Say so once more for a session that has ended, so that its slots do not stay out for ever.
+
+    Waits a moment at most; a daemon that is gone needs no word.
+    """
+    with contextlib.suppress(OSError, KvtierError):
+        wire, _, arena = connect(path, hello, _STAND_DOWN)
+        os.close(arena)
+        try:
+            wire.put(encode(resuming(list(out))) + encode(Bye()), monotonic() + _STAND_DOWN)
+        finally:
+            wire.close()

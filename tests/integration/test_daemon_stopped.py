@@ -9,6 +9,7 @@ import time
 import pytest
 
 from kvtier.daemon import client as client_module
+from kvtier.daemon import link as link_module
 from kvtier.errors import MisuseError
 from kvtier.testing.mortal import arenas, figure, serves, until
 from kvtier.testing.toy import CHUNK, prompt
@@ -132,3 +133,18 @@ def test_closing_ends_in_time_whatever_the_daemon_does(daemon, how):
         toy.cache.match(TOKENS)
     if how == "gone":
         daemon.start()
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_a_copy_that_ends_after_its_cache_has_closed_gives_its_slots_back(
+    daemon, monkeypatch, twin
+):
+    other, toy = daemon.open(), daemon.open()
+    if twin:
+        monkeypatch.setattr(link_module, "stand_down", lambda *_: None)
+    plans = [toy.cache.plan_save(toy.cache.prefix(prompt(65, at)), range(4)) for at in (1, 2)]
+    toy.close()
+    for left, plan in ((2, plans[0]), (1, plans[1])):
+        assert figure(other, "plans_out") == (2 if twin else left)
+        toy.cache.settle(plan, OK)
+        until(lambda left=left: figure(other, "plans_out") == (2 if twin else left - 1))
