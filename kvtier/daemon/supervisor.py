@@ -152,6 +152,9 @@ class Supervisor:
                 delay = _DELAYS[min(failed, len(_DELAYS) - 1)]
                 _log.warning("%s: %s; it starts again", self.path, why)
                 self._rest(delay)
+        except Exception:
+            _log.exception("%s: the supervisor fails, and its server ends with it", self.path)
+            raise
         finally:
             self.place.remove()
             if not self._first.done():

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -191,6 +192,21 @@ def test_a_server_that_cannot_start_again_is_tried_until_it_can(tmp_path, superv
     welcome, _ = greeted(one.path)
     assert welcome.generation > 1
     assert welcome.tiers == ("dram", "lmdb")
+
+
+def test_a_supervisor_with_a_defect_says_so_and_takes_its_server_along(supervised, caplog):
+    def fail(started):
+        if started.generation > 1:
+            raise RuntimeError("a defect")
+
+    one, told = supervised(tell=fail), threading.Event()
+    first = one.start(ended=told.set)
+    os.kill(first.server, signal.SIGKILL)
+    assert told.wait(20)
+    assert one.failed
+    assert one.server == 0
+    assert not one.path.exists()
+    assert "the supervisor fails, and its server ends with it" in caplog.text
 
 
 # ---- one place, one daemon
