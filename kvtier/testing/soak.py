@@ -3,16 +3,18 @@
     python -m kvtier.testing.soak [--seconds N] [--clients N] [--seed N] [--stalls N] [--json FILE]
 
 Each client is a process of its own that saves and loads prompts, and checks each byte that it
-loads. The server is killed every two seconds, once it has answered again. Clients are stopped and
-continued, killed, and replaced. Some stop themselves when a copy of theirs is queued, and are
-continued only when their lease has long ended and others have used the slots that were free.
+loads. The server is killed every two seconds, once it has answered again; every minute its
+supervisor is, and another daemon started in its place. Clients are stopped and continued, killed,
+and replaced. Some stop themselves when a copy of theirs is queued, and are continued only when
+their lease has long ended and others have used the slots that were free.
 
 The last line is a JSON object:
 
 wrong_bytes           bytes loaded, in words of 8 that were not what the tokens say
 hangs                 steps of a client, or ends of a process, that took longer than 15 s
 leaked_leases         slots that the daemon still holds for somebody when all clients have ended
-arenas_alive_max      arenas that processes had mapped at once
+arenas_alive_max      arenas mapped at once, but in the second after another daemon has started, and
+                      by processes that are stopped or were a second ago
 resumed_within_s_max  from the daemon's first answer after a kill to that of a client that was not
                       stopped meanwhile; it pauses up to 0.25 s of its own between two prompts
 errors                exceptions in clients; refusals and misses are none
@@ -21,6 +23,7 @@ errors                exceptions in clients; refusals and misses are none
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -47,6 +50,7 @@ _TICK_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = 0.5  # between two looks at what is mapped
 _HUNG_SECONDS: Final = 15.0
 _SERVER_SECONDS: Final = 2.0  # between two kills
+_LET_GO_SECONDS: Final = 1.0  # in which memory that is gone may be mapped still
 _CHUNKS: Final = 192  # in DRAM; the prompts have more than twice as many
 _HELD: Final = ("kvtier_leased_parts", "kvtier_quarantined_slots", "kvtier_plans_out")
 
@@ -67,6 +71,7 @@ class _Tally:
     """What happened."""
 
     kills: int = 0
+    supervisors_killed: int = 0
     stops: int = 0
     clients_killed: int = 0
     hangs: int = 0
@@ -75,16 +80,22 @@ class _Tally:
 
 
 class Soak:
-    """One run. Its process has one thread until all clients have ended."""
+    """One run. Its process has one thread until all clients have ended.
+
+    start: starts a daemon, in place of the one before. stalls: one copy in so many stands still.
+    supervisor: after so many seconds each daemon's is killed, 0 for never.
+    """
 
     def __init__(
-        self, daemon: Daemon, board: Board, seed: int, stalls: int, say: Callable[[str], None]
+        self, start: Callable[[], Daemon], board: Board, seed: int, stalls: int, supervisor: float
     ) -> None:
-        self._daemon = daemon
+        self._start_daemon = start
+        self._daemon = daemon = start()
+        self._every = supervisor
+        self._began = time.monotonic()  # the daemon that there is
         self._board = board
         self._random = Random(seed)
         self._stalls = stalls
-        self._say = say
         self._url = daemon.url
         self._probe = Probe(Path(daemon.path))
         self._crew = [_Crewman(number) for number in range(len(board.rows))]
@@ -111,10 +122,14 @@ class Soak:
         self._probe.look()
         for one in self._crew:
             self._look_at(one, now)
-        self._resumed(now)
-        if now > self._looked + _LOOK_SECONDS:
+        self._resumed()
+        if now > self._looked + _LOOK_SECONDS and now > self._began + _LET_GO_SECONDS:
             self._looked = now
-            pids = [one.pid for one in self._crew if one.pid]
+            pids = [
+                one.pid
+                for one in self._crew
+                if one.pid and not one.wake and now > one.running_since + _LET_GO_SECONDS
+            ]
             pids += [self._daemon.supervisor_pid, self._daemon.server_pid()]
             self.tally.arenas = max(self.tally.arenas, len(arenas_mapped(filter(None, pids))))
 
@@ -139,7 +154,7 @@ class Soak:
         begun = int(row[Row.BEGUN_NS]) / 1e9
         if begun and now - max(begun, one.running_since) > _HUNG_SECONDS:
             self.tally.hangs += 1
-            self._say(f"client {one.pid} hangs")
+            _say(f"client {one.pid} hangs")
             os.kill(one.pid, signal.SIGKILL)
 
     def _start(self, one: _Crewman, now: float) -> None:
@@ -151,7 +166,7 @@ class Soak:
         )
         one.running_since, one.wake = now, 0.0
 
-    def _resumed(self, now: float) -> None:
+    def _resumed(self) -> None:
         """See who has been answered since the daemon returned."""
         if self._probe.returned != self._returned:
             self._returned = self._probe.returned
@@ -167,7 +182,6 @@ class Soak:
             if answered > self._returned:
                 self.tally.resumed.append(answered - self._returned)
                 del self._waiting[number]
-        del now
 
     def _harm(self, now: float) -> None:
         """Kill the server when its time has come; stop or kill a client now and then."""
@@ -175,11 +189,12 @@ class Soak:
         if answers and now - self._killed > _SERVER_SECONDS:
             self.tally.resumed += [now - self._returned] * len(self._waiting)
             self._waiting.clear()
-            server = self._daemon.server_pid()
-            if server:
+            self._killed = now
+            if self._every and now - self._began > self._every:
+                self._replace()
+            elif server := self._daemon.server_pid():
                 os.kill(server, signal.SIGKILL)
                 self.tally.kills += 1
-                self._killed = now
         per_tick = _TICK_SECONDS * len(self._crew)
         one = self._random.choice(self._crew)
         if one.pid and not one.wake and self._random.random() < per_tick / 16:
@@ -189,6 +204,13 @@ class Soak:
         if one.pid and self._random.random() < per_tick / 60:
             os.kill(one.pid, signal.SIGKILL)
             self.tally.clients_killed += 1
+
+    def _replace(self) -> None:
+        """Kill the supervisor, and start another daemon. Blocks."""
+        os.kill(self._daemon.supervisor_pid, signal.SIGKILL)
+        self.tally.supervisors_killed += 1
+        self._daemon = self._start_daemon()
+        self._began = time.monotonic()
 
     def _end(self) -> None:
         """Let all clients end, in order and within bounds."""
@@ -200,7 +222,7 @@ class Soak:
                 for one in self._crew:
                     if one.pid:
                         self.tally.hangs += 1
-                        self._say(f"client {one.pid} does not end")
+                        _say(f"client {one.pid} does not end")
                         os.kill(one.pid, signal.SIGKILL)
                 end = time.monotonic() + _HUNG_SECONDS
             time.sleep(_TICK_SECONDS)
@@ -231,6 +253,7 @@ class Soak:
             "resumes": len(tally.resumed),
             "errors": board.sum(Row.ERRORS),
             "kills": tally.kills,
+            "supervisors_killed": tally.supervisors_killed,
             "clients_killed": tally.clients_killed,
             "stops": tally.stops,
             "stalled_copies": board.sum(Row.STALLED_COPIES),
@@ -252,17 +275,22 @@ def main() -> None:
     arguments.add_argument("--clients", type=int, default=64)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--stalls", type=int, default=20, help="one copy in so many is stalled")
+    arguments.add_argument("--supervisor", type=float, default=60.0, help="seconds that one lives")
     arguments.add_argument("--first", action="store_true", help="end at the first wrong byte")
     arguments.add_argument("--json", type=Path)
     options = arguments.parse_args()
-    with tempfile.TemporaryDirectory(prefix="kvtier-soak-") as name:
+    with tempfile.TemporaryDirectory(prefix="kvtier-soak-") as name, contextlib.ExitStack() as ends:
         folder = Path(name)
         tiers = (f"dram:{_CHUNKS * CHUNK_BYTES}B", f"lmdb:{folder / 'nvme'}?capacity=256MiB")
-        with running(*tiers, path=folder / "kv.sock") as daemon:
-            board = Board(folder / "board", options.clients)
-            soak = Soak(daemon, board, options.seed, options.stalls, _say)
-            soak.run(options.seconds, first=options.first)
-            report = soak.report()
+
+        def start() -> Daemon:
+            ends.close()  # the one before has ended
+            return ends.enter_context(running(*tiers, path=folder / "kv.sock"))
+
+        board = Board(folder / "board", options.clients)
+        soak = Soak(start, board, options.seed, options.stalls, options.supervisor)
+        soak.run(options.seconds, first=options.first)
+        report = soak.report()
     report |= {"seconds": options.seconds, "clients": options.clients, "seed": options.seed}
     line = json.dumps(report)
     if options.json:

@@ -1,4 +1,4 @@
-"""A daemon's server with one guard less, where KVTIER_CARELESS names it. See test_soak.py."""
+"""A soak with one guard less, in the server or in clients, by KVTIER_CARELESS. See test_soak.py."""
 
 from __future__ import annotations
 
@@ -41,5 +41,23 @@ def forget() -> None:
     Grants._read = forgotten  # type: ignore[method-assign,assignment]
 
 
-if CARELESS and "kvtier.daemon.server" in sys.orig_argv:
-    {"revoke": revoke, "forget": forget}[CARELESS]()
+def keep() -> None:
+    """Let a client keep the memory of a daemon that is gone."""
+    from kvtier.daemon.mapped import MappedArena
+
+    kept: list[object] = []
+    unmap = MappedArena.unmap
+
+    def keeping(self: MappedArena) -> None:
+        kept.append(self._mapped)
+        unmap(self)
+
+    MappedArena.unmap = keeping  # type: ignore[method-assign]
+
+
+for module, careless in (
+    ("kvtier.daemon.server", {"revoke": revoke, "forget": forget}),
+    ("kvtier.testing.soak", {"keep": keep}),
+):
+    if module in sys.orig_argv and CARELESS in careless:
+        careless[CARELESS]()
