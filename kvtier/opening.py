@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
 from kvtier.catalog.catalog import Catalog, Part
@@ -107,12 +108,14 @@ def index_tiers(
         capabilities = tier.store.capabilities
         if capabilities.shared or not capabilities.durable:
             continue
+        owner_of = cache(catalog.owner)  # of few namespaces and sizes there are many records
+        footprint_of = cache(tier.footprint)
         try:
             for header in tier.store.scan():
                 nbytes = sizes.get((header.namespace, header.part), header.raw_bytes)
-                owner = catalog.owner(header.namespace)
+                owner = owner_of(header.namespace)
                 part = Part(header.id, header.parent, header.depth, nbytes, owner)
-                catalog.stored(part, number, tier.footprint(header.stored_bytes))
+                catalog.stored(part, number, footprint_of(header.stored_bytes))
         except Exception as error:
             raise ConfigError(
                 f"the records of tier {tier.name!r} cannot be listed "
