@@ -15,6 +15,8 @@ from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.chaos import ORDERS, ChaosDevice
 from kvtier.testing.toy import BLOCK, CHUNK, pattern, prompt
 
+pytestmark = pytest.mark.everywhere
+
 BLOCKS = 40
 POISON = 0xABAB
 SEEDS = range(25)

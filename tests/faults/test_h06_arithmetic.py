@@ -11,6 +11,8 @@ import kvtier
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.cpu import CpuDevice
 
+pytestmark = pytest.mark.everywhere
+
 SHAPES = [(1, 1), (1, 5), (4, 4), (4, 12), (16, 16), (16, 64)]
 
 

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 import kvtier
 from kvtier.testing.toy import BLOCK, CHUNK, prompt
 
+pytestmark = pytest.mark.everywhere
+
 CHUNKS = 6
 TOKENS = CHUNKS * CHUNK
 PROMPT = prompt(TOKENS + 1)

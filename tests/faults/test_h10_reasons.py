@@ -10,6 +10,8 @@ import pytest
 import kvtier
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, NAMESPACE, prompt
 
+pytestmark = pytest.mark.everywhere
+
 CHUNKS = 8
 TOKENS = CHUNKS * CHUNK
 PROMPT = prompt(TOKENS + 1)
