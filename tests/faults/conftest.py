@@ -310,10 +310,8 @@ class Ranks:
         self.cache.settle(plan, results[0])
         assert self.cache.flush(timeout=20)
         memory = self.cache._desk.arena.memory
-        return [
-            sum(bool(each._copies(part, memory, saves=True)) for part in plan.parts)
-            for each in self.pages
-        ]
+        copied = [[each._copies(p, memory, saves=True) for p in plan.parts] for each in self.pages]
+        return [len(parts) - parts.count([]) for parts in copied]
 
     def load(self, tokens: np.ndarray) -> int:
         """Load what there is into all ranks; return its length. All that is needed is exact."""
