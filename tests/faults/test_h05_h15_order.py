@@ -13,6 +13,7 @@ import pytest
 
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.chaos import ORDERS, ChaosDevice
+from kvtier.device.race import Checked, CheckedStream
 from kvtier.testing.toy import BLOCK, CHUNK, pattern, prompt
 
 pytestmark = pytest.mark.everywhere
@@ -46,7 +47,8 @@ class Engine:
         self.wrong = self.looked = self.loads = self.count = 0
 
     def step(self) -> None:
-        self.device.idle()
+        inner = getattr(self.device, "inner", self.device)
+        inner.idle()
         acts = (self.admit, self.compute, self.compute, self.poll, self.wait, self.end)
         self.rng.choice(acts)()
 
@@ -62,7 +64,7 @@ class Engine:
         offer = self.connector.match(request.name, tokens, 0)
         assert not offer.pending
         # Whoever had the blocks before may still write them: a load has to come after that.
-        self.device.compute.enqueue(partial(self._fill, request.blocks))
+        self.launch("a former owner's write", partial(self._fill, request.blocks), request.blocks)
         if offer.tokens:
             self.connector.load(request.name, request.blocks[: offer.tokens // BLOCK])
             self.loads += 1
@@ -78,8 +80,9 @@ class Engine:
         request = self.rng.choice(ready)
         whole = len(request.tokens) // BLOCK
         for index in range(request.start // BLOCK, whole):
-            self.device.compute.enqueue(partial(self._write, request, index))
-        self.device.compute.enqueue(partial(self._look, request, whole))
+            blocks = request.blocks[index : index + 1]
+            self.launch("a write", partial(self._write, request, index), blocks)
+        self.launch("attention", partial(self._look, request, whole), (), request.blocks[:whole])
         self.connector.save(request.name, request.tokens[: whole * BLOCK], request.blocks)
         request.saved = True
 
@@ -109,6 +112,15 @@ class Engine:
             kept = self.free
         kept += request.blocks
 
+    def launch(self, name, work, writes=(), reads=()) -> None:
+        """Enqueue work on the compute stream, and say which blocks it touches."""
+        stream = self.device.compute
+        if isinstance(stream, CheckedStream):
+            writes, reads = ([self.kv[:, :, block] for block in part] for part in (writes, reads))
+            stream.declare(name, writes=writes, reads=reads)
+            stream = stream.inner
+        stream.enqueue(work)
+
     def finish(self) -> None:
         while self.running:
             self.end()
@@ -134,20 +146,23 @@ class Engine:
             self.wrong += not np.array_equal(self.kv[:, :, request.blocks[index]], expected)
 
 
-def wrong_blocks(engines, seed, mode, *, careless=False, unordered=()) -> int:
+def wrong_blocks(engines, seed, mode, *, careless=False, unordered=(), races=None) -> int:
     """Run some hundred steps; return how many blocks an engine has seen that were not right.
+
+    races: gets what a checker around the device finds.
 
     careless: blocks are freed though ``finish`` said to keep them. unordered: streams whose
     copies do not wait.
     """
     toy = engines(chunks=10)
     device = ChaosDevice(seed, mode)
+    if races is not None:
+        device = Checked(device, races.append)
     engine = Engine(toy.cache, device, seed)
     engine.careless = careless
-    order = device._after
-    device._after = lambda stream, after: order(
-        stream, () if any(stream is device.stream(role) for role in unordered) else after
-    )
+    for role in unordered:
+        copies = {"load": "scatter", "store": "gather"}[role]
+        setattr(device, copies, partial(unfenced, getattr(device, copies)))
     for _ in range(300):
         engine.step()
     engine.finish()
@@ -157,6 +172,10 @@ def wrong_blocks(engines, seed, mode, *, careless=False, unordered=()) -> int:
     assert len(engine.free) == BLOCKS
     engines.close(toy)
     return engine.wrong
+
+
+def unfenced(copy, stream, copies, after, *groups):
+    return copy(stream, copies, (), *groups)
 
 
 @pytest.mark.parametrize("mode", ORDERS)
@@ -174,3 +193,26 @@ def test_without_its_fence_a_copy_is_wrong(engines, role):
 def test_blocks_freed_before_their_release_are_stored_under_the_old_key(engines, mode):
     """The twin of H15."""
     assert any(wrong_blocks(engines, seed, mode, careless=True) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("mode", ORDERS)
+def test_a_checker_finds_a_fence_for_every_two_copies(engines, mode):
+    races = []
+    assert not any(wrong_blocks(engines, seed, mode, races=races) for seed in SEEDS[:5])
+    assert races == []
+
+
+@pytest.mark.parametrize("role", ["load", "store"])
+def test_a_checker_finds_copies_without_a_fence_on_every_schedule(engines, role):
+    """The twin, and no byte has to be wrong for it."""
+    for seed in SEEDS[:5]:
+        races = []
+        wrong_blocks(engines, seed, "random", unordered=(role,), races=races)
+        assert races
+
+
+def test_a_checker_finds_blocks_that_are_freed_too_early(engines):
+    for seed in SEEDS[:5]:
+        races = []
+        wrong_blocks(engines, seed, "lazy", careless=True, races=races)
+        assert races
