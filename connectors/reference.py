@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from kvtier.cache import Cache, Lease, Match
 from kvtier.checks import check_whole
+from kvtier.clock import monotonic
 from kvtier.connectors import base
 from kvtier.connectors.base import MISS, PENDING, Loaded, Places, Update
 from kvtier.copyplan import CopyPlan
@@ -39,6 +40,7 @@ class _State:
     prefix: Prefix | None = None
     match: Match | None = None
     computed: int = 0
+    until: float = 0.0  # when an answer that a daemon owes counts as none; 0 while it owes none
     fetch: FetchTransfer | None = None
     lease: Lease | None = None
     saved_chunks: int = 0
@@ -110,8 +112,17 @@ class ReferenceConnector:
             state.lease.release()  # blocks left HBM meanwhile: what it begins with is missing
             state.lease = None
         state.prefix = self._cache.prefix(tokens, _request(identity), state.prefix)
+        return self._anew(state, first)
+
+    def _anew(self, state: _State, first: int) -> base.Match:
+        """Match a prompt, and lease or fetch what is found of chunks from `first` on."""
+        if state.prefix is None:
+            return MISS
         state.match = match = self._cache.match(state.prefix)
-        if match.tokens <= computed and not match.unknown:
+        if match.pending:
+            return self._owed(state)
+        state.until = 0.0
+        if match.tokens <= state.computed and not match.unknown:
             return MISS
         if not match.unknown and all(tier == "dram" for tier in match.tiers[first:]):
             state.lease = self._cache.lease(match, deadline=_LEASE_SECONDS, first=first)
@@ -122,6 +133,13 @@ class ReferenceConnector:
         )
         state.fetch.on_settled(self._wake.set)
         return PENDING
+
+    @staticmethod
+    def _owed(state: _State) -> base.Match:
+        """Wait for a daemon's answer as long as for a fetch: it may be alive, and stuck."""
+        now = monotonic()
+        state.until = state.until or now + _FETCH_SECONDS
+        return PENDING if now < state.until else MISS
 
     def _shrunk(self, state: _State) -> bool:
         """Say whether a shorter length is worth a try, since a tier lacked what it was to have.
