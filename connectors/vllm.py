@@ -15,11 +15,11 @@ from typing import Any, Final, cast
 
 import vllm
 
-from kvtier.cache import Cache, open_cache
-from kvtier.connectors.vllm_checks import check_version, checked_tiers
+from kvtier.cache import Cache
+from kvtier.connectors.vllm_checks import apart, check_version, checked_tiers
 from kvtier.connectors.vllm_identity import namespace_for
 from kvtier.connectors.vllm_scheduler import SchedulerSide
-from kvtier.connectors.vllm_seat import take_seat
+from kvtier.connectors.vllm_seat import ApartPlace, Place, SharedPlace, open_for, take_seat
 from kvtier.connectors.vllm_step import Ended, StepPlans
 from kvtier.connectors.vllm_worker import WorkerSide
 
@@ -50,23 +50,31 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         tiers = checked_tiers(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         namespace = namespace_for(vllm_config, kv_cache_config)
-
-        def opened() -> Cache:
-            return open_cache(*tiers, namespace=namespace)
-
-        engine = vllm_config.kv_transfer_config.engine_id
-        self._seat = take_seat(engine, role.name, opened, namespace.digest)
+        engine, alone = vllm_config.kv_transfer_config.engine_id, not apart(vllm_config)
+        parallel = vllm_config.parallel_config
+        shards = parallel.tensor_parallel_size
         self._several = len(kv_cache_config.kv_cache_groups) > 1
         self._bad: set[int] = set()
         self._side: SchedulerSide | WorkerSide
+        place: Place
+        if alone or role == KVConnectorRole.SCHEDULER:
+
+            def opened() -> Cache:
+                return open_for(tiers, namespace, engine, shards, apart=not alone)
+
+            self._seat = take_seat(engine, role.name, opened, namespace.digest)
         if role == KVConnectorRole.SCHEDULER:
             self._side = SchedulerSide(self._seat.cache)
+            return
+        if alone:
+            place = SharedPlace(self._seat)
         else:
-            self._side = WorkerSide(self._seat, kv_cache_config)
+            place = ApartPlace(tiers, namespace, engine, (parallel.rank, shards))
+        self._side = WorkerSide(place, kv_cache_config)
 
     @property
     def cache(self) -> Cache:
-        """The cache behind it, to look at: ``explain``, ``figures``."""
+        """The cache behind the scheduler's object, to look at: ``explain``, ``figures``."""
         return self._seat.cache
 
     @property
@@ -187,8 +195,11 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._worker.report()
 
     def shutdown(self) -> None:
-        """Wait for copies, bounded; the last of the two objects closes the cache."""
-        if isinstance(self._side, SchedulerSide):
-            self._side.ended(Ended(self._seat.ended))
+        """Wait for copies, bounded; the last of the objects closes the cache."""
+        if isinstance(self._side, WorkerSide):
+            self._side.close()
+            return
+        last = {plan: [cause] for plan, cause in self._seat.ended.items()}
+        self._side.ended(Ended(last))
         self._side.close()
-        self._seat.leave(self._role.name)
+        self._seat.leave("SCHEDULER")

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["SUPPORTED", "check_version", "checked_tiers", "register"]
+__all__ = ["SUPPORTED", "apart", "check_version", "checked_tiers", "register"]
 
 SUPPORTED: Final = ("0.32",)
 """Versions whose connector interface was read and whose cases were run: see ``make engines``."""
@@ -54,12 +54,10 @@ def checked_tiers(config: Any) -> list[str]:
         )
     if transfer.kv_role != "kv_both":
         raise ConfigError(f"kv_role is {transfer.kv_role!r}; a cache needs 'kv_both'")
-    ranks, backend = parallel.world_size, parallel.distributed_executor_backend
-    if ranks != 1 or backend not in (None, "uni"):
-        raise ConfigError(
-            f"{ranks} ranks on executor {backend!r}: scheduler and worker are in one process as "
-            f"yet; use 1 rank and executor 'uni'"
-        )
+    for size in ("pipeline_parallel_size", "prefill_context_parallel_size"):
+        _one(size, getattr(parallel, size))
+    _one("decode_context_parallel_size", parallel.decode_context_parallel_size)
+    _one("nnodes", parallel.nnodes)
     device = config.device_config.device_type
     if device != "cpu":
         raise ConfigError(f"vLLM runs on {device!r}; kvtier copies on the CPU only as yet")
@@ -68,3 +66,17 @@ def checked_tiers(config: Any) -> list[str]:
     if not isinstance(tiers, list) or not all(isinstance(one, str) for one in tiers) or not tiers:
         raise ConfigError(f"kvtier needs its tiers, as a list of URLs, DRAM first: {_EXAMPLE}")
     return tiers
+
+
+def _one(what: str, value: int) -> None:
+    if value != 1:
+        raise ConfigError(
+            f"{what} is {value}; kvtier restores KV of tensor parallelism on one host alone, so "
+            f"it must be 1"
+        )
+
+
+def apart(config: Any) -> bool:
+    """Say whether vLLM's workers are in processes of their own."""
+    parallel = config.parallel_config
+    return parallel.world_size > 1 or parallel.distributed_executor_backend not in (None, "uni")

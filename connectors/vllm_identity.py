@@ -87,7 +87,8 @@ def _geometry(config: Any, kv: Any, chunk_tokens: int | None) -> Geometry:
     groups = kv.kv_cache_groups
     if not groups:
         raise ConfigError("this model has no KV to cache; start it without kvtier")
-    components = tuple(_component(number, group) for number, group in enumerate(groups))
+    ranks = config.parallel_config.tensor_parallel_size // kv.kv_tp_replicas
+    components = tuple(_component(number, group, ranks) for number, group in enumerate(groups))
     blocks = {group.kv_cache_spec.block_size for group in groups}
     dtypes = {str(group.kv_cache_spec.dtype) for group in groups}
     for what, values in (("block sizes", blocks), ("dtypes", dtypes)):
@@ -116,8 +117,11 @@ def _chunk(block: int, window: int) -> int:
     return usual if window >= usual else max(window // block, 1) * block
 
 
-def _component(number: int, group: Any) -> Component:
-    """Return the component of one group of layers, which share a block table."""
+def _component(number: int, group: Any, ranks: int) -> Component:
+    """Return the component of one group of layers, which share a block table.
+
+    ranks: that have different heads, each as many as the group says.
+    """
     spec, layers = group.kv_cache_spec, group.layer_names
     kind = type(spec).__name__
     name = f"group {number} ({layers[0]} and {len(layers) - 1} more)"
@@ -140,7 +144,7 @@ def _component(number: int, group: Any) -> Component:
     needs = _KINDS[kind]
     return Component(
         layers=len(layers),
-        heads=spec.num_heads,
+        heads=spec.num_heads * ranks,
         head_size=spec.state_content_size_bytes // spec.dtype.itemsize,  # K and V side by side
         planes=1,
         name=f"group{number}",

@@ -112,6 +112,8 @@ class SchedulerSide:
 
     def __init__(self, cache: Cache) -> None:
         geometry = cache.geometry
+        self._ranks = cache.ranks[0]
+        self._heard: dict[int, list[str]] = {}
         self._block = geometry.block_tokens[0]
         self._chunk = geometry.chunk_tokens
         self._windows = [one.needs is Needs.TRAILING for one in geometry.components]
@@ -242,8 +244,14 @@ class SchedulerSide:
             yield from tables or ()
 
     def ended(self, report: Ended) -> None:
-        """Take the workers' word for plans that have ended."""
-        for plan, cause in report.causes.items():
+        """Take the workers' word for plans that have ended. One has when all ranks say so."""
+        for plan, causes in report.causes.items():
+            heard = self._heard.setdefault(plan, [])
+            heard += causes
+            if len(heard) < self._ranks:
+                continue
+            del self._heard[plan]
+            cause = next(filter(None, heard), "")
             self._outbox.report(plan, cause)
             served = self._served.get(self._loading.pop(plan, ""))
             if served is not None and cause:

@@ -1,16 +1,26 @@
-"""The seat: one engine's cache in this process, which its scheduler and its worker share."""
+"""The seat: one engine's cache in this process, which its scheduler and its worker share.
+
+Where workers are in processes of their own, the cache is a daemon's: one that the tiers name, or
+else one that the scheduler starts, which ends with it. Workers find its memory by the engine's id.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
 
-from kvtier.cache import Cache
+from kvtier.cache import Cache, open_cache
+from kvtier.copier import Pages
+from kvtier.daemon.address import SCHEME, parse_address
+from kvtier.daemon.worker import Worker
 from kvtier.device.cpu import CpuDevice
 from kvtier.errors import ConfigError
+from kvtier.identity.namespace import Namespace
 
-__all__ = ["Seat", "take_seat"]
+__all__ = ["ApartPlace", "Place", "Seat", "SharedPlace", "open_for", "take_seat"]
+
+_BIND_SECONDS: Final = 30.0
 
 _seats: Final[dict[str, Seat]] = {}
 _lock: Final = threading.Lock()
@@ -64,3 +74,101 @@ def take_seat(engine: str, role: str, opened: Callable[[], Cache], digest: bytes
             )
         seat.roles.add(role)
         return seat
+
+
+def open_for(
+    tiers: Sequence[str], namespace: Namespace, engine: str, shards: int, *, apart: bool
+) -> Cache:
+    """Open an engine's cache; a daemon's where its ranks are apart. Blocks."""
+    if not apart:
+        return open_cache(*tiers, namespace=namespace)
+    if tiers[0].startswith(SCHEME):
+        named = [f"{tiers[0]}{'&' if '?' in tiers[0] else '?'}engine={engine}", *tiers[1:]]
+        return open_cache(*named, namespace=namespace, shards=shards)
+    return open_cache(*tiers, namespace=namespace, shards=shards, own_process=True, engine=engine)
+
+
+# ------------------------------------------------------------------------------ a worker's memory
+
+
+class Place(Protocol):
+    """Where a rank's plans are executed."""
+
+    device: CpuDevice
+
+    def check(self, tensors: Any) -> None:
+        """Raise ConfigError for KV that is not of the geometry."""
+        ...
+
+    def pages(self, tensors: Any) -> Pages:
+        """Bind the KV. Blocks until the cache is there, bounded; raises ConfigError then."""
+        ...
+
+    def ended(self, plan: int) -> None:
+        """Note that this rank copies a plan no more."""
+        ...
+
+    def close(self, causes: Mapping[int, str]) -> None:
+        """Leave. causes: of plans that no step will report."""
+        ...
+
+
+class SharedPlace:
+    """See Place. In the scheduler's process."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
+        self.device = seat.device
+
+    def check(self, tensors: Any) -> None:
+        """See Place."""
+        self.pages(tensors)
+
+    def pages(self, tensors: Any) -> Pages:
+        """See Place."""
+        return self._seat.cache.bind(tensors, self.device)
+
+    def ended(self, plan: int) -> None:
+        """See Place. The scheduler hears of it by the step's output."""
+
+    def close(self, causes: Mapping[int, str]) -> None:
+        """See Place."""
+        self._seat.ended.update(causes)
+        self._seat.leave("WORKER")
+
+
+class ApartPlace:
+    """See Place. In a process of its own, on the memory of the engine's daemon.
+
+    vLLM shows a worker its KV before there is a scheduler, which starts the daemon: so memory is
+    bound with the first plan. rank: of tensor parallelism, and of how many.
+    """
+
+    def __init__(
+        self, tiers: Sequence[str], namespace: Namespace, engine: str, rank: tuple[int, int]
+    ) -> None:
+        path = parse_address(tiers[0]).path if tiers[0].startswith(SCHEME) else None
+        self.device = CpuDevice()
+        self._worker = Worker(engine, path)
+        self._geometry = namespace.geometry
+        self._rank = (*rank, 0, 1)
+
+    def check(self, tensors: Any) -> None:
+        """See Place."""
+        Pages(self._geometry, self._worker.arena, tensors, self.device, self._rank)
+
+    def pages(self, tensors: Any) -> Pages:
+        """See Place."""
+        return self._worker.bind(
+            self._geometry, tensors, self.device, rank=self._rank, timeout=_BIND_SECONDS
+        )
+
+    def ended(self, plan: int) -> None:
+        """See Place. The daemon hears of it, too."""
+        self._worker.ended(plan)
+
+    def close(self, causes: Mapping[int, str]) -> None:
+        """See Place."""
+        del causes
+        self.device.close()
+        self._worker.close()

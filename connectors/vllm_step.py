@@ -28,13 +28,13 @@ class StepPlans:
 
 @dataclass
 class Ended:
-    """Plans that have ended: by number, why each failed, or ""."""
+    """Plans that have ended: by number, for each rank that says so why it failed there, or ""."""
 
-    causes: dict[int, str] = field(default_factory=dict)
+    causes: dict[int, list[str]] = field(default_factory=dict)
 
     def aggregate(self, other: Ended) -> Ended:
-        """Put two reports together. See vLLM's KVConnectorWorkerMetadata."""
-        both = {**other.causes}
-        for plan, cause in self.causes.items():
-            both[plan] = cause or both.get(plan, "")
+        """Put the reports of two ranks together. See vLLM's KVConnectorWorkerMetadata."""
+        both = {plan: list(causes) for plan, causes in self.causes.items()}
+        for plan, causes in other.causes.items():
+            both.setdefault(plan, []).extend(causes)
         return Ended(both)

@@ -6,7 +6,7 @@ import logging
 import math
 from typing import Any, Final
 
-from kvtier.connectors.vllm_seat import Seat
+from kvtier.connectors.vllm_seat import Place
 from kvtier.connectors.vllm_step import Ended, StepPlans
 from kvtier.copier import Pages
 from kvtier.copyplan import CopyPlan
@@ -23,10 +23,11 @@ _IDLE_SECONDS: Final = 0.001
 class WorkerSide:
     """One rank's. Calls come from the thread that runs the model."""
 
-    def __init__(self, seat: Seat, kv: Any) -> None:
-        self._seat = seat
+    def __init__(self, place: Place, kv: Any) -> None:
+        self._place = place
         self._kv = kv
         self._groups = [group.layer_names for group in kv.kv_cache_groups]
+        self._tensors: list[list[Any]] = []
         self._pages: Pages | None = None
         self._loads: dict[int, tuple[str, CopyTransfer]] = {}
         self._saves: dict[int, CopyTransfer] = {}
@@ -38,7 +39,8 @@ class WorkerSide:
         """Take vLLM's KV, by layer. Raises ConfigError for pages that are not in one piece."""
         count = self._kv.num_blocks
         each = [[_bytes(name, tensors[name], count) for name in names] for names in self._groups]
-        self._pages = self._seat.cache.bind(each, self._seat.device)
+        self._place.check(each)
+        self._tensors, self._pages = each, None
 
     # ---- a step, in vLLM's order
 
@@ -81,7 +83,7 @@ class WorkerSide:
                 continue
             result = transfer.result(0)
             del self._loads[number]
-            self._causes[number] = _cause(transfer)
+            self._note(number, _cause(transfer))
             if result.status is CopyStatus.OK:
                 self._arrived.append(request)
             else:
@@ -95,9 +97,9 @@ class WorkerSide:
         for number, transfer in list(self._saves.items()):
             if transfer.poll():
                 del self._saves[number]
-                self._causes[number] = _cause(transfer)
+                self._note(number, _cause(transfer))
         causes, self._causes = self._causes, {}
-        return Ended(causes) if causes else None
+        return Ended({number: [cause] for number, cause in causes.items()}) if causes else None
 
     def close(self) -> None:
         """Wait for copies in flight, bounded, and leave word of how they ended."""
@@ -105,20 +107,26 @@ class WorkerSide:
             transfer.result(_SLOW_SECONDS)
         self.arrived(idle=False)
         last = self.report()
-        if last is not None:
-            self._seat.ended.update(last.causes)
+        self._place.close(
+            {number: cause for number, (cause,) in last.causes.items()} if last else {}
+        )
+
+    def _note(self, plan: int, cause: str) -> None:
+        """Note how a plan has ended here."""
+        self._causes[plan] = cause
+        self._place.ended(plan)
 
     def _execute(self, plan: CopyPlan) -> CopyTransfer | None:
-        """Enqueue a plan's copies; None, and a cause, for one that does not fit this rank."""
-        if self._pages is None:
-            self._causes[plan.id] = "vLLM has not shown its KV"
-            return None
+        """Enqueue a plan's copies; None, and a cause, for one that cannot be executed here."""
         try:
-            return self._pages.execute(plan, after=(self._seat.device.host_fence(),))
-        except ProtocolError as error:
-            self._causes[plan.id] = cause = str(error)
-            _log.warning("a plan was refused: %s", cause)
-            return None
+            if self._pages is None:
+                self._pages = self._place.pages(self._tensors)
+            return self._pages.execute(plan, after=(self._place.device.host_fence(),))
+        except (ConfigError, ProtocolError) as error:
+            cause = str(error)
+        _log.warning("a plan was refused: %s", cause)
+        self._causes[plan.id] = cause
+        return None
 
 
 def _cause(transfer: CopyTransfer) -> str:

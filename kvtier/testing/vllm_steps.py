@@ -14,7 +14,7 @@ import torch
 
 import kvtier
 from kvtier.connectors.vllm_scheduler import SchedulerSide
-from kvtier.connectors.vllm_seat import Seat
+from kvtier.connectors.vllm_seat import Seat, SharedPlace
 from kvtier.connectors.vllm_worker import WorkerSide
 
 __all__ = ["BLOCK", "BLOCKS", "FULL", "SLIDING", "VllmSteps"]
@@ -39,7 +39,7 @@ class VllmSteps:
         names = [[f"{one.name}.{n}" for n in range(one.layers)] for one in components]
         groups = [SimpleNamespace(layer_names=one) for one in names]
         self.worker = WorkerSide(
-            self.seat, SimpleNamespace(kv_cache_groups=groups, num_blocks=BLOCKS)
+            SharedPlace(self.seat), SimpleNamespace(kv_cache_groups=groups, num_blocks=BLOCKS)
         )
         shape = (BLOCKS, 1, BLOCK, 16)
         self.kv = {name: torch.zeros(shape) for group in names for name in group}

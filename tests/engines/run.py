@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvtier.testing.daemon import running
+
 HERE = Path(__file__).resolve().parent
 SECONDS = 600
 Outcomes = dict[str, str]
@@ -122,6 +124,34 @@ def in_a_crowd(bench: Bench, kind: str, plain: dict[str, Any]) -> Outcomes:
     return {"preemption": said(fine and seen["preempted"] > 0, seen)}
 
 
+def in_processes(bench: Bench, plain: dict[str, Any]) -> Outcomes:
+    """Put ranks into processes of their own, and engines on a daemon."""
+    right = plain["answers"]
+
+    def warm(seen: dict[str, Any]) -> str:
+        fine = right == seen.get("answers") and seen["warm"] and not seen["none"]
+        return said(fine and min(seen["cached"]) >= 128, seen)
+
+    two = {"tensor_parallel_size": 2}
+    alone = {"distributed_executor_backend": "mp"}
+    found = {
+        "TP=2": warm(bench.vllm("plain", "warm", "dram:128MiB", options=two)),
+        "worker apart": warm(bench.vllm("plain", "warm", "dram:128MiB", options=alone)),
+    }
+    with running("dram:128MiB") as daemon:
+        filled = bench.vllm("plain", "fill", daemon.url)
+        seen = bench.vllm("plain", "found", daemon.url, options=alone)
+        fine = right == filled.get("answers") == seen.get("answers")
+        found["daemon filled by another"] = said(fine and min(seen["cached"]) >= 128, seen)
+    for name, options in (("in it", {}), ("apart", alone)):
+        with running("dram:128MiB") as daemon:
+            pid = daemon.supervisor_pid
+            seen = bench.vllm("plain", "killed", daemon.url, daemon=pid, options=options)
+        fine = right == seen.get("answers") == seen.get("during") == seen.get("after")
+        found[f"daemon killed, worker {name}"] = said(fine and seen["all"], seen)
+    return found
+
+
 def refused(bench: Bench) -> Outcomes:
     """Ask for what cannot work: it is refused at start."""
     seen = bench.vllm("plain", "none", "dram:128MiB", policy="fail")
@@ -137,6 +167,7 @@ def vllm(bench: Bench, *, short: bool) -> Outcomes:
     more: list[Callable[[Bench, str, dict[str, Any]], Outcomes]] = [on_disk, in_a_crowd]
     for cases in more:
         found |= cases(bench, "plain", plain)
+    found |= in_processes(bench, plain)
     found |= refused(bench)
     hybrid = bench.vllm("hybrid", "none")
     for cases in (in_memory, on_disk, in_a_crowd):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -66,6 +67,7 @@ class Engine:
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.connector = self.scheduler.connector
+        self.daemon = int(setting.get("daemon", 0))  # its supervisor's process
 
     def answer(
         self, prompts: Answers | None = None, tokens: int = 16, **which: Any
@@ -227,6 +229,47 @@ def script_restart(engine: Engine) -> dict[str, Any]:
         "cached": sum(cached),
         "hits": hits,
         "corrupt": engine.figure("corrupt_records"),
+    }
+
+
+def script_warm(engine: Engine) -> dict[str, Any]:
+    """Answer, empty vLLM's own cache, and answer from kvtier's."""
+    cold, none = engine.answer()
+    engine.reset()
+    warm, cached = engine.answer()
+    return {"answers": starts(cold), "warm": warm == cold, "none": sum(none), "cached": cached}
+
+
+def script_found(engine: Engine) -> dict[str, Any]:
+    """Answer from what another vLLM has left with the daemon."""
+    answers, cached = engine.answer()
+    return {"answers": starts(answers), "cached": cached}
+
+
+def script_killed(engine: Engine) -> dict[str, Any]:
+    """Have the daemon killed under requests that save, load and wait; then go on without it."""
+    cold, _ = engine.answer()
+    engine.reset()
+    serving = engine.llm.llm_engine
+    prompts = [*engine.prompts, *([9, *one] for one in engine.prompts)]
+    for at, one in enumerate(prompts):
+        serving.add_request(f"r{at}", {"prompt_token_ids": one}, sampling(16))
+    ended: dict[str, list[int]] = {}
+    for step in range(20_000):
+        if step == 1:
+            os.kill(engine.daemon, signal.SIGKILL)
+        for one in serving.step():
+            if one.finished:
+                ended[one.request_id.partition("-")[0]] = list(one.outputs[0].token_ids)
+        if len(ended) == len(prompts):
+            break
+    engine.reset()
+    after, _ = engine.answer()
+    return {
+        "answers": starts(cold),
+        "during": starts([ended[f"r{at}"] for at in range(3)]),
+        "after": starts(after),
+        "all": len(ended) == len(prompts),
     }
 
 

@@ -40,7 +40,7 @@ SEES_ONLY = {
     "storage_backends": ["storage_backends", "tiers.store", "identity.record", *GROUND],
     "connectors": [
         *("connectors", "config", "cache", "prefix", "copyplan", "transfer", "copier"),
-        *("identity", "device"),
+        *("identity", "device", "daemon.address", "daemon.worker"),
         *GROUND,
     ],
     "engine": ["engine", "connectors.base", "identity.geometry", *GROUND],

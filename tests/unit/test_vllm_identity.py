@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtier.connectors.vllm_checks import SUPPORTED, check_version, checked_tiers
+from kvtier.connectors.vllm_checks import SUPPORTED, apart, check_version, checked_tiers
 from kvtier.connectors.vllm_identity import Identities, namespace_for
 from kvtier.errors import ConfigError
 
@@ -22,7 +22,9 @@ def setting(**more) -> SimpleNamespace:
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"tiers": ["dram:1MiB"]},
     }
-    parallel = {"world_size": 1, "distributed_executor_backend": "uni"}
+    parallel = {"world_size": 1, "distributed_executor_backend": "uni", "nnodes": 1}
+    one = ("tensor", "pipeline", "prefill_context", "decode_context")
+    parallel |= {f"{kind}_parallel_size": 1 for kind in one}
     device = {"device_type": "cpu"}
     for kind in (transfer, parallel, device):
         kind.update({name: more.pop(name) for name in list(more) if name in kind})
@@ -69,7 +71,9 @@ def group(kind: type = FullAttentionSpec, **more) -> SimpleNamespace:
 
 
 def kv(*groups: SimpleNamespace) -> SimpleNamespace:
-    return SimpleNamespace(kv_cache_groups=groups or (group(),), kv_cache_layout="LBHNC")
+    return SimpleNamespace(
+        kv_cache_groups=groups or (group(),), kv_cache_layout="LBHNC", kv_tp_replicas=1
+    )
 
 
 # ------------------------------------------------------------------------------ refused at start
@@ -80,8 +84,10 @@ def kv(*groups: SimpleNamespace) -> SimpleNamespace:
     [
         ({"kv_load_failure_policy": "fail"}, "'fail'.*set it to 'recompute'"),
         ({"kv_role": "kv_producer"}, "'kv_producer'.*'kv_both'"),
-        ({"world_size": 2}, "2 ranks on executor 'uni'.*use 1 rank"),
-        ({"distributed_executor_backend": "mp"}, "1 ranks on executor 'mp'.*executor 'uni'"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size is 2.*must be 1"),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2"),
+        ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
+        ({"nnodes": 2}, "nnodes is 2.*on one host"),
         ({"device_type": "cuda"}, "'cuda'.*on the CPU only"),
         ({"kv_connector_extra_config": {}}, "needs its tiers.*dram:8GiB"),
         ({"kv_connector_extra_config": {"tiers": "dram:1MiB"}}, "needs its tiers"),
@@ -92,6 +98,27 @@ def test_a_setting_that_cannot_work_is_refused_with_the_remedy(more, said):
     assert checked_tiers(setting()) == ["dram:1MiB"]
     with pytest.raises(ConfigError, match=said):
         checked_tiers(setting(**more))
+
+
+@pytest.mark.parametrize(
+    ("more", "is_so"),
+    [
+        ({}, False),
+        ({"distributed_executor_backend": None}, False),
+        ({"distributed_executor_backend": "mp"}, True),
+        ({"world_size": 2}, True),
+    ],
+)
+def test_workers_are_in_processes_of_their_own_where_vllm_says_so(more, is_so):
+    assert apart(setting(**more)) is is_so
+
+
+@pytest.mark.parametrize(("replicas", "heads"), [(1, 8), (2, 4)])
+def test_the_heads_of_all_ranks_are_counted_once(replicas, heads):
+    whole = kv()
+    whole.kv_tp_replicas = replicas
+    geometry = namespace_for(setting(tensor_parallel_size=4), whole).geometry
+    assert [one.heads for one in geometry.components] == [heads]
 
 
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "0.320.0", "dev", "1.0.32"])

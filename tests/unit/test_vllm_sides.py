@@ -14,10 +14,12 @@ import pytest
 import torch
 
 import kvtier
+from kvtier.connectors import reference
 from kvtier.connectors.vllm_scheduler import SchedulerSide
 from kvtier.connectors.vllm_seat import take_seat
 from kvtier.connectors.vllm_step import Ended
 from kvtier.copyplan import CopyPlan
+from kvtier.desk import Match
 from kvtier.device import cpu
 from kvtier.errors import ConfigError
 from kvtier.testing.vllm_steps import BLOCK, BLOCKS, FULL, SLIDING, VllmSteps
@@ -109,6 +111,22 @@ def test_tokens_that_are_not_known_yet_are_not_saved(plain: VllmSteps):
     plain.step(a=128)
     plain.settle()
     assert plain.scheduler.match(plain.request("b", prompt(127)), 0) == (64, True)
+
+
+def test_a_daemon_that_answers_late_is_asked_again(plain: VllmSteps, monkeypatch):
+    plain.serve("a", prompt(200), list(range(1, 14)))
+    plain.settle()
+    match = plain.cache.match
+    second, third = (plain.request(name, prompt(200)) for name in "bc")
+    monkeypatch.setattr(plain.cache, "match", lambda it: Match(it, 0, (), pending=True))
+    assert plain.scheduler.match(second, 0) == (None, False)
+    assert plain.scheduler.match(third, 0) == (None, False)
+    monkeypatch.setattr(plain.cache, "match", match)
+    assert plain.scheduler.match(second, 0) == (192, True)
+    monkeypatch.setattr(plain.cache, "match", lambda it: Match(it, 0, (), pending=True))
+    now = reference.monotonic() + reference._FETCH_SECONDS
+    monkeypatch.setattr(reference, "monotonic", lambda: now)
+    assert plain.scheduler.match(third, 0) == (0, False)
 
 
 # ------------------------------------------------------------------------ blocks that are reused
@@ -291,10 +309,26 @@ def test_the_order_inside_a_block_does_not_matter(plain: VllmSteps):
     plain.worker.bind(dict.fromkeys(plain.kv, heads_last))
 
 
-def test_reports_of_ranks_are_put_together_and_a_failure_stays_one():
-    both = Ended({1: "", 2: "broken"}).aggregate(Ended({1: "", 2: "", 3: ""}))
-    assert both.causes == {1: "", 2: "broken", 3: ""}
-    assert Ended({2: ""}).aggregate(Ended({2: "broken"})).causes == {2: "broken"}
+def test_a_plan_has_ended_when_all_ranks_say_so():
+    two = Ended({1: [""], 2: ["broken"]}).aggregate(Ended({1: [""], 3: [""]}))
+    assert two.causes == {1: ["", ""], 2: ["broken"], 3: [""]}
+    steps = VllmSteps(FULL)
+    steps.serve("a", prompt(200), list(range(1, 14)))
+    steps.settle()
+    steps.scheduler._ranks = 2
+    request = steps.request("b", prompt(200))
+    offered, _ = steps.scheduler.match(request, 0)
+    blocks = SimpleNamespace(get_block_ids=lambda: (list(range(20, 33)),))
+    steps.scheduler.allocated(request, blocks, offered)
+    (number,) = steps.scheduler._loading
+    steps.scheduler.ended(Ended({number: ["broken"]}))
+    assert steps.scheduler.busy
+    assert steps.cache.figures()["kvtier_leased_parts"] > 0
+    steps.scheduler.ended(Ended({number: [""]}))
+    assert not steps.scheduler.busy
+    assert steps.scheduler.match(request, 0) == (0, False)
+    assert steps.cache.figures()["kvtier_leased_parts"] == 0
+    steps.close()
 
 
 def test_plans_cross_as_bytes(plain: VllmSteps):
@@ -308,4 +342,4 @@ def test_plans_cross_as_bytes(plain: VllmSteps):
     (data,) = plain.scheduler.step(output).saves
     plan = CopyPlan.decode(data)
     assert (plan.kind, plan.parts[0].blocks) == ("save", (1, 2, 3, 4))
-    plain.scheduler.ended(Ended({plan.id: "not executed"}))
+    plain.scheduler.ended(Ended({plan.id: ["not executed"]}))
