@@ -102,10 +102,7 @@ class Link:
             self._then()
 
     def join(self, seat: Seat, timeout: float) -> None:
-        """Let a desk join, also where the daemon is started again meanwhile. Blocks.
-
-        Raises ConfigError, and what the daemon refuses with.
-        """
+        """Let a desk join, of a daemon started anew if need be. Blocks. Raises KvtierError."""
         self._seats[seat] = None
         until = monotonic() + timeout
         with contextlib.ExitStack() as undo:
@@ -291,6 +288,8 @@ class Link:
                 self.arena.unmap()
             except (OSError, KvtierError) as error:
                 self.report(str(error))
+                if isinstance(error, TimeoutError):
+                    wait = 0.0  # it has waited: a server that is on its way finds it in the queue
             if self.up is None:
                 self._pause(wait)
                 wait = min(2 * wait or _SOONEST, _LATEST)

@@ -18,6 +18,8 @@ arenas_alive_max      arenas mapped at once, but in the second after another dae
 resumed_within_s_max  from the daemon's first answer after a kill to that of a client that was not
                       stopped meanwhile; it pauses up to 0.25 s of its own between two prompts
 errors                exceptions in clients; refusals and misses are none
+unopened              clients that found no daemon within the ten seconds that opening may take, and
+                      ended, as it says
 """
 
 from __future__ import annotations
@@ -250,8 +252,10 @@ class Soak:
             "arenas_alive_max": tally.arenas,
             "resumed_within_s_max": round(resumed[-1], 3),
             "resumed_within_s_p50": round(statistics.median(resumed), 3),
+            "resumed_within_s_p99": round(resumed[len(resumed) * 99 // 100], 3),
             "resumes": len(tally.resumed),
             "errors": board.sum(Row.ERRORS),
+            "unopened": board.sum(Row.UNOPENED),
             "kills": tally.kills,
             "supervisors_killed": tally.supervisors_killed,
             "clients_killed": tally.clients_killed,

@@ -24,7 +24,7 @@ import kvtier
 from kvtier.copyplan import CopyPlan
 from kvtier.device.base import Role
 from kvtier.device.cpu import CpuDevice
-from kvtier.errors import KvtierError
+from kvtier.errors import ConfigError, KvtierError
 from kvtier.prefix import Prefix
 from kvtier.transfer import CopyResult, CopyStatus
 
@@ -70,6 +70,7 @@ class Row(enum.IntEnum):
     ANSWERED_NS = 7  # when it last got a plan
     MISSES = 8
     STOP = 9
+    UNOPENED = 10
 
 
 class Board:
@@ -225,7 +226,13 @@ def client(url: str, board: Board, number: int, seed: int, stalls: int) -> None:
     random = Random(seed)
     row[Row.BEGUN_NS] = time.monotonic_ns()
     try:
-        one = Client(kvtier.open(url, namespace=NAMESPACE), row, random, stalls)
+        try:
+            cache = kvtier.open(url, namespace=NAMESPACE)
+        except ConfigError as error:  # in ten seconds it found no daemon that lived long enough
+            row[Row.UNOPENED] += 1
+            _say(str(error))
+            return
+        one = Client(cache, row, random, stalls)
         while not row[Row.STOP]:
             row[Row.BEGUN_NS] = time.monotonic_ns()
             one.step()
