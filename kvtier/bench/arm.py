@@ -42,7 +42,10 @@ from kvtier.bench.workloads import (
     shared_prefixes,
 )
 from kvtier.connectors.reference import ReferenceConnector
+from kvtier.device.base import Device
+from kvtier.device.chaos import ChaosDevice
 from kvtier.device.cpu import CpuDevice
+from kvtier.device.race import Checked
 from kvtier.engine import Engine, Sampling, plain_prefill
 from kvtier.errors import KvtierError, MisuseError
 
@@ -59,7 +62,7 @@ class Arm:
         self._loaded: BenchModel | None = None
         self._engine: Engine | None = None
         self._cache: kvtier.Cache | None = None
-        self._device: CpuDevice | None = None
+        self._device: Device | None = None
 
     def answer(self, request: Request) -> Reply:
         """Do what a request says. Blocks. Raises KvtierError for what its sender got wrong."""
@@ -120,7 +123,8 @@ class Arm:
         )
         self._engine.kv[0].fill_(0)  # an engine's pool is resident: no page fault while it is timed
         if self._cache is not None:
-            self._device = CpuDevice()
+            chaos = request.chaos
+            self._device = CpuDevice() if chaos is None else Checked(ChaosDevice(chaos))
             self._engine.connect(ReferenceConnector(self._cache, self._engine.kv, self._device))
 
     def _empty(self, tiers: list[str]) -> None:

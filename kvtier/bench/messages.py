@@ -67,11 +67,15 @@ class Built(_Message, frozen=True):
 
 
 class Open(_Message, frozen=True):
-    """Make an engine for sequences of `tokens` and, if there are tiers, a cache below it."""
+    """Make an engine for sequences of `tokens` and, if there are tiers, a cache below it.
+
+    chaos: seed of a chaos device, checked for races, between the two.
+    """
 
     tokens: int
     prefix_cache: bool
     tiers: list[str]
+    chaos: int | None = None
 
 
 class Empty(_Message, frozen=True):

@@ -151,7 +151,7 @@ class Bench:
             child, plan = self._children[arm], PLANS[arm]
             child.receive(ModelLoaded)
             tiers = self.tiers(plan.tiers, filled if filled and arm == "lmdb" else arm)
-            child.ask(Open(tokens, plan.prefix_cache, tiers), Done)
+            child.ask(Open(tokens, plan.prefix_cache, tiers, self.settings.device_chaos), Done)
 
     def empty(self, arm: str) -> None:
         """Empty what lies above the tier that an arm is named after."""
@@ -249,7 +249,8 @@ def _fill(bench: Bench, shape: SharedPrefix) -> tuple[ModelLoaded, list[Group]]:
         bench.start()
         names = [tier for tier in ("lmdb", "s3") if tier in settings.arms]
         tiers = bench.tiers(["dram", *names], "filled")
-        child.ask(Open(tokens, prefix_cache=True, tiers=tiers), Done)
+        chaos = settings.device_chaos
+        child.ask(Open(tokens, prefix_cache=True, tiers=tiers, chaos=chaos), Done)
         bench.open(early, whole)
         bench.steps(len(groups))
         for turn, group in enumerate(groups):

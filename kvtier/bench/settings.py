@@ -31,7 +31,8 @@ class Settings:
     dram, disk: capacities of the dram and the lmdb tier, bytes; dram None: what it takes.
     directory: where the lmdb tier makes a directory of its own; None: on the file system at
     hand. s3: URL of an existing bucket; None: a server of its own. s3_delay: seconds of
-    round-trip time added to that server.
+    round-trip time added to that server. device_chaos: seed of the order in which copies are
+    done; None: as fast as they can.
     """
 
     arms: tuple[str, ...]
@@ -45,6 +46,7 @@ class Settings:
     s3: str | None
     s3_delay: float
     verbose: bool
+    device_chaos: int | None = None
 
     def __post_init__(self) -> None:
         if "s3" not in self.arms:

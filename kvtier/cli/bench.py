@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import click
@@ -30,6 +31,7 @@ __all__ = ["bench", "multi_turn", "no_reuse", "shared_prefix"]
 
 _HERE: Final = "kvtier.cli.bench"
 _MOST_THREADS: Final = 1024
+_LARGEST_SEED: Final = (1 << 63) - 1  # it goes to the arms as JSON
 F = TypeVar("F", bound=Callable[..., Any])
 _DEMO_PREFIXES: Final = 4
 
@@ -186,6 +188,12 @@ def _common(arms: str) -> Callable[[Callable[..., int]], Callable[..., int]]:
     default=1,
     help="Timed questions on each prefix.",
 )
+@_number(
+    "--device-chaos",
+    least=0,
+    most=_LARGEST_SEED,
+    help="Copy in an odd order that this seed chooses, checked for races; times mean nothing then.",
+)
 @click.option("--demo", is_flag=True, help=f"A short run: {_DEMO_PREFIXES} prefixes.")
 @_common(",".join(ARMS))
 def shared_prefix(
@@ -193,6 +201,7 @@ def shared_prefix(
     json_file: str | None,
     details: bool,  # noqa: FBT001  (an option)
     num_prefixes: int | None,
+    device_chaos: int | None,
     demo: bool,  # noqa: FBT001  (an option)
     **shape: int,
 ) -> int:
@@ -203,6 +212,7 @@ def shared_prefix(
     named after, and nowhere above.
     """
     count = num_prefixes or (_DEMO_PREFIXES if demo else 8)
+    settings = replace(settings, device_chaos=device_chaos)
     return _run(settings, SharedPrefix(num_prefixes=count, **shape), json_file, details)
 
 

@@ -90,6 +90,16 @@ def test_all_arms_answer_alike_from_the_tiers_they_name(tmp_path, weed):
 
 
 @pytest.mark.slow
+def test_answers_are_alike_when_copies_come_in_an_odd_order(tmp_path):
+    args = ("shared-prefix", *SMALL, "--num-prefixes", "1", "--dir", str(tmp_path))
+    report = reported(*args, "--arms", "recompute,dram,lmdb", "--device-chaos", "11")
+    assert report["args"]["device_chaos"] == 11
+    assert report["problems"] == []
+    assert len({arm["tokens_sha256"] for arm in report["arms"]}) == 1
+    assert [arm["hit_tokens"] for arm in report["arms"]] == [{}, {"dram": 512}, {"lmdb": 512}]
+
+
+@pytest.mark.slow
 def test_conversations_find_their_history(tmp_path):
     args = ("multi-turn", *SMALL, "--num-conversations", "1", "--turns", "3")
     report = reported(*args, "--arms", "recompute,lmdb", "--dir", str(tmp_path))

@@ -37,6 +37,7 @@ def refused(capsys, *args):
         (["bench", "shared-prefix", "--model", "no/such.gguf"], "there is no model file"),
         (["bench", "shared-prefix", "--prefix-len", "0"], "'--prefix-len'"),
         (["bench", "multi-turn", "--turns", "1"], "'--turns'"),
+        (["bench", "shared-prefix", "--device-chaos", "-1"], "'--device-chaos'"),
         (["bench", "shared-prefix", "--seed"], "'--seed' requires an argument"),
         (["bench", "shared-prefix", "--dram", "8"], "size '8' has no known unit"),
         (["bench", "shared-prefix", "--s3-delay", "20"], "write it like 20ms"),
