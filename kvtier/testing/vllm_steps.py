@@ -14,7 +14,7 @@ import torch
 
 import kvtier
 from kvtier.connectors.vllm_scheduler import SchedulerSide
-from kvtier.connectors.vllm_seat import Seat, SharedPlace
+from kvtier.connectors.vllm_seat import ApartPlace, Place, Seat, SharedPlace, open_for
 from kvtier.connectors.vllm_worker import WorkerSide
 
 __all__ = ["BLOCK", "BLOCKS", "FULL", "SLIDING", "VllmSteps"]
@@ -27,25 +27,43 @@ SLIDING = kvtier.Component(
 
 
 class VllmSteps:
-    """Both halves of the connector over a cache of their own, driven step by step."""
+    """Both halves of the connector over a cache of their own, driven step by step.
 
-    def __init__(self, *components: kvtier.Component) -> None:
+    engine: where it is given, the worker finds a daemon's memory by it, as if it were apart; the
+    daemon is that of `tiers`, or one that starts here.
+    """
+
+    def __init__(
+        self,
+        *components: kvtier.Component,
+        tiers: Sequence[str] = ("dram:4MiB",),
+        engine: str = "",
+    ) -> None:
         geometry = kvtier.Geometry(components, "float32", (BLOCK,), CHUNK)
         self.namespace = kvtier.Namespace("tiny", geometry)
-        self.cache = kvtier.open("dram:4MiB", namespace=self.namespace)
-        self.seat = Seat("engine", self.cache)
-        self.seat.roles.add("SCHEDULER")
-        self.scheduler = SchedulerSide(self.cache)
         names = [[f"{one.name}.{n}" for n in range(one.layers)] for one in components]
         groups = [SimpleNamespace(layer_names=one) for one in names]
-        self.worker = WorkerSide(
-            SharedPlace(self.seat), SimpleNamespace(kv_cache_groups=groups, num_blocks=BLOCKS)
-        )
         shape = (BLOCKS, 1, BLOCK, 16)
         self.kv = {name: torch.zeros(shape) for group in names for name in group}
-        self.worker.bind(self.kv)
+        self.place: Place | None = None
+        if engine:  # a worker is there, with its KV, before the scheduler is
+            self.place = ApartPlace(tiers, self.namespace, engine, (0, 1))
+            self._work(groups)
+        self.cache = open_for(tiers, self.namespace, engine, 1, apart=bool(engine))
+        self.seat = Seat(engine or "engine", self.cache)
+        self.seat.roles.add("SCHEDULER")
+        if self.place is None:
+            self.place = SharedPlace(self.seat)
+            self._work(groups)
+        self.scheduler = SchedulerSide(self.cache)
         self.tables: dict[str, list[list[int]]] = {}
         self.groups = len(components)
+
+    def _work(self, groups: list[SimpleNamespace]) -> None:
+        kv = SimpleNamespace(kv_cache_groups=groups, num_blocks=BLOCKS)
+        assert self.place is not None
+        self.worker = WorkerSide(self.place, kv)
+        self.worker.bind(self.kv)
 
     def request(self, name: str, tokens: Sequence[int], **more: Any) -> SimpleNamespace:
         """Return a request as vLLM has it. more: what is not as usual."""

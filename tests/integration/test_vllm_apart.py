@@ -1,0 +1,106 @@
+"""vLLM's worker apart from its scheduler, on a daemon's memory, without vLLM: see vllm_steps."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import kvtier
+from kvtier.connectors import vllm_seat
+from kvtier.connectors.vllm_seat import ApartPlace
+from kvtier.errors import ConfigError
+from kvtier.testing.daemon import running
+from kvtier.testing.vllm_steps import BLOCK, BLOCKS, FULL, SLIDING, VllmSteps
+
+TOKENS = np.random.default_rng(0).integers(0, 1000, 200).tolist()
+TABLE = list(range(1, 14))
+OTHER = list(range(30, 43))
+WINDOW = list(range(14, 27))
+
+
+def saved_and_loaded(steps: VllmSteps) -> bool:
+    groups = steps.groups
+    first = steps.serve("a", TOKENS, *(TABLE, WINDOW)[:groups])
+    steps.settle()
+    second = steps.request("b", TOKENS)
+    assert steps.load(second, *(OTHER, [0] * 8 + list(range(50, 55)))[:groups]) == {}
+    return steps.holds(second, range(12), first)
+
+
+@pytest.mark.parametrize("components", [(FULL,), (FULL, SLIDING)], ids=["full", "hybrid"])
+def test_a_worker_that_was_there_first_finds_the_memory_of_the_scheduler_s_daemon(components):
+    steps = VllmSteps(*components, engine=f"steps-{os.getpid()}")
+    try:
+        assert saved_and_loaded(steps)
+    finally:
+        steps.close()
+
+
+def test_what_one_engine_left_with_a_daemon_another_loads():
+    with running("dram:4MiB") as daemon:
+        one = VllmSteps(FULL, tiers=[daemon.url], engine="one")
+        first = one.serve("a", TOKENS, TABLE)
+        one.settle()
+        one.close()
+        other = VllmSteps(FULL, tiers=[f"{daemon.url}?patience=2s"], engine="other")
+        try:
+            second = other.request("b", TOKENS)
+            assert other.load(second, OTHER) == {}
+            assert other.holds(second, range(12), first)
+        finally:
+            other.close()
+
+
+def test_loads_from_a_daemon_that_was_killed_fail_and_requests_go_on():
+    with running("dram:4MiB") as daemon:
+        steps = VllmSteps(FULL, tiers=[f"{daemon.url}?patience=2s"], engine="one")
+        try:
+            steps.serve("a", TOKENS, TABLE)
+            steps.settle()
+            second = steps.request("b", TOKENS)
+            offered, _ = steps.scheduler.match(second, 0)
+            assert offered == 192
+            os.kill(daemon.supervisor_pid, signal.SIGKILL)
+            daemon.process.wait(20)
+            blocks = SimpleNamespace(get_block_ids=lambda: (OTHER,))
+            steps.scheduler.allocated(second, blocks, offered)
+            arrived: set[str] = set()
+            while "b" not in arrived:
+                arrived, failed = steps.step()
+            assert failed in ({}, {"b": tuple(range(30, 42))})
+            while steps.scheduler.match(steps.request("c", TOKENS), 0) != (0, False):
+                steps.step()
+            while steps.scheduler.busy:
+                steps.step()
+        finally:
+            steps.close()
+
+
+def test_kv_of_another_shape_is_refused_before_there_is_a_daemon():
+    namespace = kvtier.Namespace("tiny", kvtier.Geometry((FULL,), "float32", (BLOCK,), 64))
+    place = ApartPlace(["dram:4MiB"], namespace, "nobody", (0, 1))
+    with pytest.raises(ConfigError, match="check dtype, block size"):
+        place.check([[torch.zeros(BLOCKS, 1, BLOCK, 8)] * 2])
+
+
+def test_without_a_daemon_a_plan_fails_and_the_worker_goes_on(monkeypatch):
+    monkeypatch.setattr(vllm_seat, "_BIND_SECONDS", 0.0)
+    source = VllmSteps(FULL)
+    lost = VllmSteps(FULL)
+    try:
+        lost.worker._place = ApartPlace(["dram:4MiB"], lost.namespace, "nobody", (0, 1))
+        lost.worker._pages = None
+        lost.serve("a", TOKENS, TABLE)
+        lost.settle()
+        assert lost.scheduler.match(lost.request("b", TOKENS), 0) == (0, False)
+        assert saved_and_loaded(source)
+    finally:
+        source.close()
+        lost.worker._place.close({})
+        lost.worker._place = lost.place
+        lost.close()
