@@ -5,16 +5,20 @@ A device that does its work as late, and in as odd an order, as its streams and 
 
 from __future__ import annotations
 
+import contextlib
 import random
 from functools import partial
 
 import numpy as np
 import pytest
 
+from kvtier import flow
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.chaos import ORDERS, ChaosDevice
 from kvtier.device.race import Checked, CheckedStream
+from kvtier.identity.record import checksum
 from kvtier.testing.toy import BLOCK, CHUNK, pattern, prompt
+from kvtier.transfer import CopyResult, CopyStatus, CopyTransfer
 
 pytestmark = pytest.mark.everywhere
 
@@ -163,15 +167,48 @@ def wrong_blocks(engines, seed, mode, *, careless=False, unordered=(), races=Non
     for role in unordered:
         copies = {"load": "scatter", "store": "gather"}[role]
         setattr(device, copies, partial(unfenced, getattr(device, copies)))
-    for _ in range(300):
-        engine.step()
-    engine.finish()
+    with contextlib.nullcontext() if races is None else told_of_seals(device, toy.cache):
+        for _ in range(300):
+            engine.step()
+        engine.finish()
     assert engine.looked > 20
     assert engine.loads > 2
     assert not engine.kept
     assert len(engine.free) == BLOCKS
     engines.close(toy)
     return engine.wrong
+
+
+@contextlib.contextmanager
+def told_of_seals(device, cache):
+    """Tell a checker of the checksums that threads of the cache take of slots, and when.
+
+    A seal comes after the settling of its plan, and whoever has waited for all comes after it.
+    """
+    settle, flush, settled, sealed = cache.settle, cache.flush, [{}], []
+
+    def settles(plan, result):
+        settled[0] = device.sent()
+        settle(plan, result)
+
+    def seals(data):
+        device.received(settled[0])
+        device.touch("seal", reads=[np.frombuffer(data, np.uint8)])
+        sealed.append(device.sent())
+        return checksum(data)
+
+    def flushes(timeout):
+        done = flush(timeout=timeout)
+        for clock in sealed:
+            device.received(clock)
+        return done
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(flow, "checksum", seals)
+        patch.setattr(cache, "settle", settles)
+        patch.setattr(cache, "flush", flushes)
+        yield
+    assert sealed
 
 
 def unfenced(copy, stream, copies, after, *groups):
@@ -195,13 +232,18 @@ def test_blocks_freed_before_their_release_are_stored_under_the_old_key(engines,
     assert any(wrong_blocks(engines, seed, mode, careless=True) for seed in SEEDS)
 
 
+checked = pytest.mark.inside("the checker is told of the cache's own threads")
+
+
+@checked
 @pytest.mark.parametrize("mode", ORDERS)
-def test_a_checker_finds_a_fence_for_every_two_copies(engines, mode):
+def test_a_checker_finds_a_fence_between_every_two_copies_and_before_every_seal(engines, mode):
     races = []
     assert not any(wrong_blocks(engines, seed, mode, races=races) for seed in SEEDS[:5])
     assert races == []
 
 
+@checked
 @pytest.mark.parametrize("role", ["load", "store"])
 def test_a_checker_finds_copies_without_a_fence_on_every_schedule(engines, role):
     """The twin, and no byte has to be wrong for it."""
@@ -211,8 +253,21 @@ def test_a_checker_finds_copies_without_a_fence_on_every_schedule(engines, role)
         assert races
 
 
+@checked
 def test_a_checker_finds_blocks_that_are_freed_too_early(engines):
     for seed in SEEDS[:5]:
         races = []
         wrong_blocks(engines, seed, "lazy", careless=True, races=races)
         assert races
+
+
+@checked
+def test_a_checker_finds_seals_of_copies_that_nobody_waited_for(engines, monkeypatch):
+    """The twin of the seals: every copy counts as done as soon as it is asked for."""
+    monkeypatch.setattr(
+        CopyTransfer, "_look", lambda self, timeout: CopyResult(CopyStatus.OK, self._tokens)
+    )
+    for seed in SEEDS[:5]:
+        races = []
+        wrong_blocks(engines, seed, "random", races=races)
+        assert [race for race in races if race.second.startswith("seal by thread")]
