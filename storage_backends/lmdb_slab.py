@@ -18,7 +18,8 @@ What keeps a read exact or absent:
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, Self
 
@@ -38,7 +39,10 @@ from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_index import Entry
 from kvtier.storage_backends.slab_ledger import Batch, Ledger, Log
 from kvtier.storage_backends.slab_recovery import LEAST_BYTES, recover
+from kvtier.storage_backends.slab_repair import purge, verify
+from kvtier.storage_backends.slab_survey import survey
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
+from kvtier.tiers.survey import Purged, Survey, Tell, Verdict
 
 __all__ = ["LmdbSlabStore"]
 
@@ -101,8 +105,12 @@ class LmdbSlabStore:
         durability: str = "batch",
         io: FileIO | None = None,
         clock: Clock = monotonic,
+        wall: Callable[[], float] = time.time,
     ) -> None:
-        """Open a directory. capacity: bytes. io, clock: the seams. Blocks. Raises ConfigError."""
+        """Open a directory. capacity: bytes. io, clock, wall: the seams; wall tells records' age.
+
+        Blocks. Raises ConfigError.
+        """
         self._durability = durability
         self._clock = clock
         self._pid = os.getpid()
@@ -112,7 +120,7 @@ class LmdbSlabStore:
         io = io or FileIO()
         self._directory = SlabDirectory(directory, io)
         try:
-            found = recover(self._directory, capacity, synced=synced, io=io)
+            found = recover(self._directory, capacity, durability, io)
         except OSError as error:
             self._directory.release()
             raise config_error(error, directory) from error
@@ -123,7 +131,7 @@ class LmdbSlabStore:
             self._directory.release()
             raise
         self._files = SegmentFiles(self._directory, io)
-        self._ledger = Ledger(found, self._files, self._log, clock, synced=synced)
+        self._ledger = Ledger(found, self._files, self._log, clock, wall, synced=synced)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -133,6 +141,23 @@ class LmdbSlabStore:
     def footprint(self, stored_bytes: int) -> int:
         """Return slot and index bytes of a payload. Segments add about 1 in 10,000."""
         return stride_of(stored_bytes) + SLOT_CHARGE
+
+    # -------------------------------------------------------------------------- without opening it
+
+    @classmethod
+    def survey(cls, location: str, tell: Tell) -> Survey:
+        """Say what lies in a directory. See Surveyed."""
+        return survey(_directory(location), tell)
+
+    @classmethod
+    def verify(cls, location: str, tell: Tell, *, repair: bool = False) -> Verdict:
+        """Compare every record of a directory with its checksums. See Surveyed."""
+        return verify(_directory(location), tell, monotonic, repair=repair)
+
+    @classmethod
+    def purge(cls, location: str, namespace: str, tell: Tell) -> Purged:
+        """Remove a namespace from a directory that nobody has open. See Surveyed."""
+        return purge(_directory(location), namespace, tell)
 
     # ------------------------------------------------------------------------------------ reading
 

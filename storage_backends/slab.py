@@ -27,6 +27,7 @@ __all__ = [
     "FileIO",
     "Segment",
     "Slabs",
+    "index_bytes_for",
     "stride_of",
 ]
 
@@ -196,7 +197,7 @@ class Slabs:
 
     def charge_of(self, segments: Collection[Segment]) -> int:
         """Return what would be charged if these were the segments."""
-        index = max(self.index_bytes, _index_bytes(sum(segment.slots for segment in segments)))
+        index = max(self.index_bytes, index_bytes_for(sum(segment.slots for segment in segments)))
         return self.fixed + index + sum(segment.charge for segment in segments)
 
     def add(self, segment: Segment) -> None:
@@ -206,7 +207,7 @@ class Slabs:
         self._classes.setdefault(segment.stride, []).append(segment)
         self._taken += segment.charge
         self._slots += segment.slots
-        self.index_bytes = max(self.index_bytes, _index_bytes(self._slots))
+        self.index_bytes = max(self.index_bytes, index_bytes_for(self._slots))
 
     def remove(self, segment: Segment) -> None:
         """Forget a segment whose file is gone."""
@@ -238,7 +239,7 @@ class Slabs:
 
     def fits(self, stride: int) -> bool:
         """Say whether an otherwise empty store would hold one slot of this stride."""
-        floor = max(self.index_bytes, _index_bytes(1))
+        floor = max(self.index_bytes, index_bytes_for(1))
         return self.fixed + floor + Segment.cost(stride, 1) <= self.capacity
 
     def empty_segments(self) -> list[Segment]:
@@ -247,16 +248,17 @@ class Slabs:
 
     def index_for(self, segment: Segment) -> int:
         """Return the bytes that the index needs once `segment` is added."""
-        return max(self.index_bytes, _index_bytes(self._slots + segment.slots))
+        return max(self.index_bytes, index_bytes_for(self._slots + segment.slots))
 
     def _price(self, stride: int, slots: int) -> int:
-        index = max(self.index_bytes, _index_bytes(self._slots + slots))
+        index = max(self.index_bytes, index_bytes_for(self._slots + slots))
         return Segment.cost(stride, slots) + index - self.index_bytes
 
     def __str__(self) -> str:
         return f"{format_bytes(self.charged)} of {format_bytes(self.capacity)}"
 
 
-def _index_bytes(slots: int) -> int:
+def index_bytes_for(slots: int) -> int:
+    """Return the bytes of an index file for so many slots."""
     wanted = INDEX_FLOOR + slots * SLOT_CHARGE
     return -(-wanted // _INDEX_STEP) * _INDEX_STEP

@@ -5,6 +5,7 @@ Files of a store, all mode 0600; anything else in the directory is left alone an
     format           names this layout and its version
     lock             a POSIX lock is held on it while the store is open
     index.lmdb       and index.lmdb-lock: see slab_index
+    settings         capacity and durability of the last opening, for those who look at it
     unsynced         there while commits do not reach the disk; holds the machine's boot id
     slab-N-S.seg     segment N, slots of S bytes: see slab
     index-REASON.bad an index that could not be read, kept for inspection
@@ -30,6 +31,8 @@ from kvtier.storage_backends.slab import PAGE, FileIO, Segment
 __all__ = ["FIXED_BYTES", "FORMAT", "SlabDirectory", "boot_id", "config_error"]
 
 FORMAT: Final = b"kvtier slab store, format 2\n"
+
+_SETTINGS: Final = b"capacity %d\ndurability %s\n"
 
 FIXED_BYTES: Final = 64 << 10
 """Charged for the small files, the self-test and the directory itself."""
@@ -66,6 +69,34 @@ def boot_id() -> bytes:
         return Path("/proc/sys/kernel/random/boot_id").read_bytes().strip()
     except OSError:
         return b""
+
+
+def holder(path: Path) -> str | None:
+    """Return the process that has a directory open, None if nobody has. Takes no lock."""
+    with _open_guard:  # nobody here opens it meanwhile: closing the file would drop that lock
+        found = path.stat()
+        if _open.get((found.st_dev, found.st_ino)) == os.getpid():
+            return str(os.getpid())
+        try:
+            descriptor = os.open(path / "lock", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            return _owner(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _owner(descriptor: int) -> str | None:
+    """Return whose lock a lock file is under, None if there is none."""
+    asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, owner = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))
+    if kind == fcntl.F_UNLCK:
+        return None
+    if owner > 0:
+        return str(owner)
+    # In another pid namespace the kernel does not tell; the owner wrote what it calls itself.
+    return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
 
 
 class SlabDirectory:
@@ -115,21 +146,12 @@ class SlabDirectory:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            owner = self._owner(descriptor)
+            owner = _owner(descriptor) or "unknown"
             raise ConfigError(
                 f"{self.path} is in use by process {owner}; stop it, or choose another directory"
             ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, b"%d\n" % os.getpid(), 0)
-
-    @staticmethod
-    def _owner(descriptor: int) -> str:
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-        owner: int = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_GETLK, asked))[4]
-        if owner > 0:
-            return str(owner)
-        # In another pid namespace the kernel does not tell; the owner wrote what it calls itself.
-        return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
 
     def release(self) -> None:
         """Let go of the lock. Idempotent."""
@@ -218,6 +240,13 @@ class SlabDirectory:
     def index(self) -> Path:
         """Where the index is."""
         return self.path / "index.lmdb"
+
+    def note(self, capacity: int, durability: str) -> None:
+        """Write down how the store was opened, where that has changed."""
+        content = _SETTINGS % (capacity, durability.encode())
+        path = self.path / "settings"
+        if not path.exists() or path.read_bytes() != content:
+            self.replace("settings", content)
 
     def segments(self) -> list[Segment]:
         """Return the segments that lie here, by number, each as long as its file."""

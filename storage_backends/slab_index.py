@@ -21,7 +21,7 @@ import lmdb
 from kvtier.errors import Corrupt, Unavailable
 from kvtier.identity.record import HEADER_BYTES, RECORD_ID_BYTES, RecordId
 
-__all__ = ["Entry", "Index", "check_length"]
+__all__ = ["Entry", "Index", "check_length", "unpack_entry"]
 
 _WHERE: Final = struct.Struct("<QII")
 _VALUE_BYTES: Final = _WHERE.size + HEADER_BYTES
@@ -37,7 +37,8 @@ free yet. A map that is wholly full does not even take deletions, so this stays 
 class Entry(NamedTuple):
     """Where a record lies and what its header is, as the 256 bytes that stand on the disk too.
 
-    sequence: grows with each write to the store; it gives the order of the records.
+    sequence: grows with each write to the store, so that it gives the order of the records, and is
+    the time of the write, in microseconds since 1970, wherever the machine's clock did not go back.
     """
 
     segment: int
@@ -110,7 +111,7 @@ class Index:
         self._check()
         with _failing("cannot be read"), self._env.begin() as txn:
             values = [txn.get(name) for name in names]
-        return [None if value is None else _unpack(value) for value in values]
+        return [None if value is None else unpack_entry(value) for value in values]
 
     def page(self, after: RecordId, limit: int) -> list[tuple[RecordId, Entry]]:
         """Return up to `limit` entries that follow `after`, by name; b"" begins."""
@@ -122,7 +123,7 @@ class Index:
                 more = cursor.next()
             if more:
                 values = list(itertools.islice(cursor.iternext(), limit))  # no loop in Python
-        return [(name, _unpack(value)) for name, value in values]
+        return [(name, unpack_entry(value)) for name, value in values]
 
     def commit(self, operations: Mapping[RecordId, Entry | None]) -> None:
         """Put each entry and remove each name whose entry is None, in order.
@@ -192,7 +193,8 @@ def _failing(what: str) -> Iterator[None]:
         raise Unavailable(f"the index {what}: {error}") from error
 
 
-def _unpack(value: bytes) -> Entry:
+def unpack_entry(value: bytes) -> Entry:
+    """Return the entry that a value of the index is; one of another length leads nowhere."""
     if len(value) != _VALUE_BYTES:
         return Entry(0, 0, 0, b"")  # segment 0 never exists: the entry leads nowhere
     sequence, segment, slot = _WHERE.unpack_from(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -27,6 +27,7 @@ __all__ = ["Batch", "Ledger", "Log"]
 
 _logger = logging.getLogger(__name__)
 _LOG_SECONDS: Final = 60.0
+_LATEST: Final = 1 << 62  # whatever the machine's clock says, there are numbers left above it
 
 
 class Log:
@@ -72,7 +73,14 @@ class Ledger:
     """
 
     def __init__(
-        self, found: Recovered, files: SegmentFiles, log: Log, clock: Clock, *, synced: bool
+        self,
+        found: Recovered,
+        files: SegmentFiles,
+        log: Log,
+        clock: Clock,
+        wall: Callable[[], float],
+        *,
+        synced: bool,
     ) -> None:
         """Go on from what recovery found. synced: commits reach the disk."""
         self._index = found.index
@@ -81,6 +89,7 @@ class Ledger:
         self._files = files
         self._log = log
         self._clock = clock
+        self._wall = wall
         self._synced = synced
         self._lock = threading.Lock()
         self._committing = threading.Lock()
@@ -160,9 +169,10 @@ class Ledger:
     def publish(self, name: RecordId, segment: Segment, slot: int, head: bytes) -> Batch:
         """Make a record visible; its payload is written."""
         with self._lock:
+            now = int(self._wall() * 1e6)
+            self._sequence = max(self._sequence + 1, min(now, _LATEST))
             entry = Entry(segment.number, slot, self._sequence, head)
             batch, _ = self._enter(name, entry)
-            self._sequence += 1
             batch.dirty[segment] = None
             batch.bytes += segment.stride
             return batch

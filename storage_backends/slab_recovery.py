@@ -16,27 +16,29 @@ from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, b
 from kvtier.storage_backends.slab_index import Entry, Index, check_length
 from kvtier.units import format_bytes, format_least
 
-__all__ = ["LEAST_BYTES", "Recovered", "recover"]
+__all__ = ["KEEP_SHARE", "LEAST_BYTES", "Recovered", "recover"]
 
 LEAST_BYTES: Final = FIXED_BYTES + INDEX_FLOOR + 64 * PAGE
 """What a store takes before its first record, with some room for the index to grow."""
 
+KEEP_SHARE: Final = 16
+"""An unreadable index is kept if it takes at most this part of the capacity."""
+
 _logger = logging.getLogger(__name__)
 _PAGE_OF_ENTRIES = 4096
 _INDEX_SHARE = 4  # the smallest slots need an eighth
-_KEEP_SHARE = 16  # an unreadable index is kept if it takes at most this part of the capacity
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
-    """What a store starts with. sequence: greater than that of any entry."""
+    """What a store starts with. sequence: the greatest of any entry."""
 
     index: Index
     slabs: Slabs
     sequence: int
 
 
-def recover(directory: SlabDirectory, capacity: int, *, synced: bool, io: FileIO) -> Recovered:
+def recover(directory: SlabDirectory, capacity: int, durability: str, io: FileIO) -> Recovered:
     """Open the index, rebuild the account of slots from it, and bring it within `capacity`.
 
     An index that is unreadable, or that was not synced before the machine went down, is put
@@ -49,12 +51,14 @@ def recover(directory: SlabDirectory, capacity: int, *, synced: bool, io: FileIO
             f"its index alone takes {format_bytes(INDEX_FLOOR)}: give at least "
             f"{format_least(LEAST_BYTES)}"
         )
+    synced = durability != "none"
     _discard_what_cannot_be_used(directory, capacity)
     index = None
     try:
         index, entries = _load(directory, capacity, synced=synced)
         slabs, sequence = _account(directory, capacity, index, entries)
         _settle_sync(directory, index, slabs, io, synced=synced)
+        directory.note(capacity, durability)
     except BaseException:
         if index is not None:
             index.close()
@@ -92,7 +96,7 @@ def _load(
         _logger.warning(
             "the index of %s cannot be used (%s); starting empty", directory.path, error
         )
-        directory.discard(reason, capacity // _KEEP_SHARE)
+        directory.discard(reason, capacity // KEEP_SHARE)
     return _read(directory, synced=synced)
 
 
@@ -141,7 +145,7 @@ def _account(
         segment.occupy(used[number])
         slabs.add(segment)
     index.grow(slabs.index_bytes)
-    return slabs, max((entry.sequence for _, entry in entries), default=0) + 1
+    return slabs, max((entry.sequence for _, entry in entries), default=0)
 
 
 def _over(slabs: Slabs, segments: Collection[Segment], used: dict[int, set[int]]) -> set[int]:

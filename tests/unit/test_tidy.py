@@ -37,7 +37,10 @@ FLOOR = {name: number for number, names in enumerate(FLOORS) for name in names.s
 GROUND = FLOORS[0].split()
 # These see less than their floor would let them.
 SEES_ONLY = {
-    "storage_backends": ["storage_backends", "tiers.store", "identity.record", *GROUND],
+    "storage_backends": [
+        *("storage_backends", "tiers.store", "tiers.survey", "identity.record"),
+        *GROUND,
+    ],
     "connectors": [
         *("connectors", "config", "cache", "prefix", "copyplan", "transfer", "copier"),
         *("identity", "device", "daemon.address", "daemon.worker"),

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from kvtier.clock import monotonic
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
-from kvtier.tiers.store import Write
+from kvtier.storage_backends.slab_index import Entry, Index
+from kvtier.storage_backends.slab_pages import IndexPages
+from kvtier.storage_backends.slab_repair import verify
+from kvtier.testing.records import fetch, is_exact, make_record
+from kvtier.tiers.store import Status, Write
+from kvtier.tiers.survey import Verdict
+
+MIB = 1 << 20
+OK, ABSENT = Status.OK, Status.ABSENT
+SIZES = (3000, 50_000, 200_000, 50_000)
 
 
 class Clock:
@@ -52,12 +63,67 @@ class Opener:
                 return path, at
         raise AssertionError("the record is not on the disk")
 
+    def check(self, *, repair: bool = False) -> Verdict:
+        """Verify the folder."""
+
+        def tell(text: str, done: int, count: int) -> None:
+            assert text
+            assert 0 <= done <= count
+
+        return verify(self.folder, tell, monotonic, repair=repair)
+
     def pretend_killed(self, store: LmdbSlabStore) -> None:
         """Release what the kernel would, and nothing more."""
         store._closed = True
         store._files.close()
         store._ledger._index.close()
         store._directory.release()
+
+
+class Filled:
+    """A closed store of 40 records, and ways to damage it."""
+
+    def __init__(self, opened: Opener) -> None:
+        self.opened, self.folder = opened, opened.folder
+        self.records = [make_record(n, SIZES[n % 4]) for n in range(40)]
+        store = opened(64 * MIB, durability="each")
+        assert set(store.write_many(self.records)) == {OK}
+        store.close()
+        self.index = self.folder / "index.lmdb"
+        with IndexPages(self.index) as pages:
+            self.entries = {name: entry for lot in pages.pages() for name, entry in lot}
+
+    def check(self, *, repair: bool = False) -> Verdict:
+        """Verify the folder."""
+        return self.opened.check(repair=repair)
+
+    def change(self, record: Write, **changes: Any) -> None:
+        """Change a record's entry."""
+        self.put(record.header.id, self.entries[record.header.id]._replace(**changes))
+
+    def put(self, name: bytes, entry: Entry) -> None:
+        index = Index(self.index, self.index.stat().st_size, synced=False)
+        index.commit({name: entry})
+        index.close()
+
+    def flip(self, record: Write, offset: int) -> None:
+        """Flip a bit of a record's slot."""
+        path, at = self.opened.find(record)
+        with path.open("r+b") as file:
+            file.seek(at + offset)
+            (byte,) = file.read(1)
+            file.seek(at + offset)
+            file.write(bytes([byte ^ 16]))
+
+    def served(self) -> int:
+        """Open the store and return how many records it serves; all that it serves is exact."""
+        store = self.opened(64 * MIB)
+        statuses = store.contains_many([record.header.id for record in self.records])
+        for record, status in zip(self.records, statuses, strict=True):
+            size = record.header.stored_bytes
+            assert status is ABSENT or is_exact(*fetch(store, record.header.id, size))
+        store.close()
+        return statuses.count(OK)
 
 
 @pytest.fixture(params=["none", "batch", "each"])
@@ -71,3 +137,9 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
     yield opener
     for store in opener.stores:
         store.close()
+
+
+@pytest.fixture
+def filled(opened: Opener) -> Filled:
+    """Return a closed store of 40 records, and ways to damage it."""
+    return Filled(opened)
