@@ -41,7 +41,10 @@ class _Directory(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not str(value):
             raise ConfigError(f"{param.opts[0] if param else 'the directory'} is empty")
-        return super().convert(value, param, ctx)
+        try:
+            return super().convert(value, param, ctx)
+        except ValueError as error:  # a name that the system cannot have
+            raise ConfigError(f"{str(value)!r} names no directory that can be used") from error
 
 
 DIRECTORY: Final = _Directory(path_type=Path)

@@ -51,10 +51,13 @@ class CommandGroup(click.Group):
     lazy={
         "bench": "kvtier.cli.bench:bench",
         "doctor": "kvtier.cli.doctor:doctor",
+        "inspect": "kvtier.cli.inspect:inspect",
         "plan": "kvtier.cli.plan:plan",
+        "purge": "kvtier.cli.purge:purge",
         "replay": "kvtier.cli.replay:replay",
         "serve": "kvtier.cli.serve:serve",
         "sim": "kvtier.cli.sim:sim",
+        "verify": "kvtier.cli.verify:verify",
     },
     kind="command",
     no_args_is_help=False,

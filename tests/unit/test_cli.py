@@ -59,6 +59,7 @@ def refused(capsys, *args):
         (["bench", "shared-prefix", "--dir", ""], "--dir is empty"),
         (["bench", "shared-prefix", "--json", "a\0b"], "cannot write"),
         (["doctor", "--dir", ""], "--dir is empty"),
+        (["doctor", "--dir", "a\0b"], "names no directory that can be used"),
         (["doctor", "--s3", ""], "like s3://bucket/prefix"),
         (["doctor", "--s3", "memory:x"], "like s3://bucket/prefix"),
         (["doctor", "--dirr", "x"], "did you mean '--dir'?"),
