@@ -153,9 +153,9 @@ def _names(shape: Shape, keys: bytes) -> list[tuple[RecordId, ...]]:
             f"{MOST_NAMES} parts of a prompt at most"
         )
     each = [keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)]
-    if len(set(each)) < count:
-        raise ProtocolError("two chunks of a prompt have one key")
     columns = [
         [key + suffix for key in each] for suffix in (record_id(b"", n) for n in shape.names)
     ]
+    if len(set(columns[0])) < count:  # the names': their hashes are needed anyway
+        raise ProtocolError("two chunks of a prompt have one key")
     return list(zip(*columns, strict=True))
