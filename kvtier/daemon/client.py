@@ -48,7 +48,7 @@ class RemoteDesk(Orders):
 
     def match(self, prefix: Prefix) -> Match:
         """See Desk. Pending when the daemon takes longer than its patience."""
-        if not self._bypass_known:
+        if not self._bypass_known or len(prefix.keys) > messages.MOST_CHUNKS:
             return Match(prefix, 0, ())
         key = (prefix.keys[-1] if prefix.keys else b"", len(prefix.tokens))
 
@@ -197,6 +197,7 @@ class RemoteDesk(Orders):
         plan = found[1].value if found and isinstance(found[1], answers.Count) else 0
         if not plan and found is not None:
             lease.state = LeaseState.EXPIRED
+            self.link.post(lease.up, self, messages.Release(lease.number))  # refused, it is held
         return plan
 
     def reserve(
@@ -254,7 +255,7 @@ class RemoteDesk(Orders):
     def loaded(self, match: Match, tiers: Mapping[str, int], first: int) -> None:
         """See Desk."""
         up = self.link.up
-        if up is not None:
+        if up is not None and len(match.prefix.keys) <= messages.MOST_CHUNKS:
             counts = {tier: int(tokens) for tier, tokens in tiers.items()}
             message = messages.Loaded(0, NO_PROMPT, counts, min(int(first), len(match.prefix.keys)))
             up.name(message, match.prefix)

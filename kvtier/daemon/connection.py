@@ -35,6 +35,7 @@ class Connection(Generic[S]):
         "broken",
         "ending",
         "incoming",
+        "mute",
         "passed",
         "pid",
         "session",
@@ -54,6 +55,7 @@ class Connection(Generic[S]):
         self.waiting = 0
         self.watched = False  # for when it can be written
         self.broken = False  # it goes as soon as the loop comes to it
+        self.mute = False  # nobody reads there any more; what was said before still counts
         self.ending = False  # nothing more is read; it goes when all is sent
         self._out: deque[memoryview] = deque()
 
@@ -120,6 +122,8 @@ class Connection(Generic[S]):
 
     def send(self, frame: bytes, descriptor: int | None = None) -> None:
         """Send a frame, or keep what the client does not take now."""
+        if self.mute:
+            return
         rest = memoryview(frame)
         if not self._out:
             try:
@@ -130,7 +134,7 @@ class Connection(Generic[S]):
             except BlockingIOError:
                 sent = 0
             except OSError:
-                self.broken = True
+                self._fall_silent()
                 return
             rest = rest[sent:]
         if rest:
@@ -152,7 +156,12 @@ class Connection(Generic[S]):
             except BlockingIOError:
                 raise
             except OSError:
-                self.broken = True
+                self._fall_silent()
+
+    def _fall_silent(self) -> None:
+        self.mute = True
+        self._out.clear()
+        self.waiting = 0
 
     def close(self) -> None:
         """Close the socket and what came over it."""

@@ -87,13 +87,14 @@ class Link:
             if up is not None:
                 with contextlib.suppress(OSError):
                     self._flush(up)
-                    up.calls.put(encode(Bye()), 0.0)
+                    last = encode(resuming(self.out)) + encode(Bye())  # none that is owed stands
+                    up.calls.put(last, 0.0)
                 up.end()
         self._poke()
         if self._thread.ident is not None:
             self._thread.join()  # it waits for nobody longer than a greeting
-        elif up is not None:
-            self._bury(up)
+        if up is not None:
+            self._bury(up)  # the thread may not have seen it
         self.arena.unmap()
         with self._wake_lock:
             os.close(self._wake)
@@ -122,6 +123,8 @@ class Link:
         if found is None:
             return False
         up, reply = found
+        if isinstance(reply, Failed):
+            raise failure(reply)
         if not isinstance(reply, Joined):
             raise ProtocolError(f"the daemon answers Join with {type(reply).__name__}")
         up.desks[seat] = reply.desk
@@ -135,10 +138,7 @@ class Link:
     # ---- calls
 
     def ask(self, seat: Seat, message: Message, how: Ask) -> tuple[Up, Message] | None:
-        """Ask, and return the answer; None when none comes in time, or nobody is there.
-
-        Raises what the daemon refuses with.
-        """
+        """Ask, and return the answer; None when none comes in time, or nobody is there."""
         up = self.up
         if up is None or how.only not in (None, up):
             return None
@@ -157,11 +157,7 @@ class Link:
             self._turn.release()
             if self._outbox:
                 self._pump()
-        if reply is None:
-            return None
-        if isinstance(reply, Failed):
-            raise failure(reply)
-        return up, reply
+        return None if reply is None else (up, reply)
 
     def _ask(self, up: Up, seat: Seat, message: Message, how: Ask, until: float) -> Message | None:
         """Ask, on this thread's turn."""
@@ -349,7 +345,10 @@ class Link:
         self._poke()
 
     def _bury(self, up: Up) -> None:
-        """Give the descriptors back, and end what was waited for. By the link's thread alone."""
+        """Give the descriptors back, and end what was waited for. Idempotent.
+
+        By the link's thread, or once that has ended.
+        """
         with self._turn:
             up.calls.close()
         up.waits.close()
@@ -384,6 +383,7 @@ class Link:
         for (era, plan), seat in still.items():
             if (era, plan) not in self.out:  # settled while nobody listened
                 self.settle(seat, era, plan, ok=False)
+        self._pump()  # what was said in between
 
     def _hello(self) -> Hello:
         return Hello(self._session, self._engine, "scheduler", 0, self.arena.id)
@@ -391,8 +391,9 @@ class Link:
     def _resume(self, up: Up) -> dict[tuple[Era, int], Seat]:
         """Say which plans are out; those of an arena that is gone are over."""
         with self._turn:  # whoever has had an answer on the session before has noted its plan
-            for key in [key for key in self.out if key[0].arena != up.era.arena]:
-                self.out.pop(key, None)
+            for key in list(self.out):  # plans are settled meanwhile
+                if key[0].arena != up.era.arena:
+                    self.out.pop(key, None)
             still = dict(self.out)
         if self._greeted:
             up.calls.put(encode(resuming(still)), monotonic() + _GREETING_SECONDS)

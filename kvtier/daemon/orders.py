@@ -19,7 +19,7 @@ from kvtier.daemon.remote import RemoteMetrics
 from kvtier.daemon.up import Ask, Up
 from kvtier.daemon.waits import Request
 from kvtier.daemon.wire import failure
-from kvtier.errors import ConfigError, KvtierError, MisuseError, ProtocolError
+from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.shape import Shape
 from kvtier.metrics import Metrics
@@ -113,9 +113,11 @@ class Orders:
         """See Desk."""
         how = Ask(prefix, within=_OPERATOR_SECONDS)
         found = self._ask(messages.Explain(0, NO_PROMPT), how)
-        if found is not None and isinstance(found[1], answers.Explained):
-            return found[1].explanation
-        return Explanation(len(prefix.tokens), 0, End(0, "the daemon does not answer."), ())
+        reply = found[1] if found is not None else None
+        if isinstance(reply, answers.Explained):
+            return reply.explanation
+        why = reply.text if isinstance(reply, answers.Failed) else "the daemon does not answer."
+        return Explanation(len(prefix.tokens), 0, End(0, why), ())
 
     def figures(self) -> dict[str, float]:
         """See Desk."""
@@ -139,7 +141,8 @@ class Orders:
     def bypass(self, on: bool) -> None:
         self._bypass = on
         found = self._ask(messages.Bypass(0, on), Ask(within=_OPERATOR_SECONDS))
-        self._bypass_known = found is not None or not on  # till then it is bypassed here alone
+        told = found is not None and isinstance(found[1], answers.Told)
+        self._bypass_known = told or not on  # till then it is bypassed here alone
 
     def unpin(self) -> None:
         """See Desk."""
@@ -162,16 +165,13 @@ class Orders:
             raise MisuseError("a lease does not cross fork; its parent holds it")
 
     def _ask(self, message: Message, how: Ask) -> tuple[Up, Message] | None:
-        """Ask. What the daemon refuses is no answer, and said once: it is nobody's call's fault."""
+        """Ask. A refusal is an answer, Failed, and reported: it is no fault of an engine's."""
         if how.prefix is not None and len(how.prefix.keys) > messages.MOST_CHUNKS:
             return None
-        try:
-            return self.link.ask(self, message, how)
-        except MisuseError:
-            raise
-        except (KvtierError, TimeoutError) as error:
-            self.link.report(str(error))
-            return None
+        found = self.link.ask(self, message, how)
+        if found is not None and isinstance(found[1], answers.Failed):
+            self.link.report(found[1].text)
+        return found
 
     def _begin(
         self,

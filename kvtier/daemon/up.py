@@ -137,7 +137,7 @@ class Up:
 
 def resuming(out: Iterable[tuple[Era, int]]) -> Resume:
     """Return what says which plans of a session are out, and that nothing else of it stands."""
-    return Resume(np.array([(era.generation, plan) for era, plan in out], "<u8").tobytes())
+    return Resume(np.array([(era.generation, plan) for era, plan in list(out)], "<u8").tobytes())
 
 
 def stand_down(path: str, hello: Hello, out: Iterable[tuple[Era, int]]) -> None:
@@ -149,6 +149,6 @@ def stand_down(path: str, hello: Hello, out: Iterable[tuple[Era, int]]) -> None:
         wire, _, arena = connect(path, hello, _STAND_DOWN)
         os.close(arena)
         try:
-            wire.put(encode(resuming(list(out))) + encode(Bye()), monotonic() + _STAND_DOWN)
+            wire.put(encode(resuming(out)) + encode(Bye()), monotonic() + _STAND_DOWN)
         finally:
             wire.close()

@@ -100,8 +100,7 @@ class Waits:
             if late is not None and late.late is not None:
                 late.late(reply)
         elif isinstance(reply, Progress):
-            if request.progress is not None:
-                request.progress(reply.parts)
+            self._tell(request, number, reply.parts)
         elif isinstance(reply, Resend) and request.whole is not None:
             request.whole()
             with self._lock:
@@ -111,8 +110,19 @@ class Waits:
                 self._waiting.pop(number)
             _end(request, reply)
 
+    def _tell(self, request: Request, number: int, parts: int) -> None:
+        """Tell of progress; who fails at it hears that, and waits no more."""
+        if request.progress is None:
+            return
+        try:
+            request.progress(parts)
+        except Exception as error:  # noqa: BLE001  (the caller's own; others wait here, too)
+            with self._lock:
+                self._waiting.pop(number)
+            request.future.set_exception(error)
+
     def close(self) -> None:
-        """Give the descriptor back, and end all that waits."""
+        """Give the descriptor back, and end all that waits. Idempotent."""
         with self._lock:
             self._closed = True
             left = list(self._waiting.values())

@@ -13,9 +13,10 @@ import pytest
 
 from kvtier.daemon import process as processes
 from kvtier.daemon.answers import Answer, Closing, Count, Failed, Told, Welcome
+from kvtier.daemon.connection import Connection
 from kvtier.daemon.frames import HEADER, encode
 from kvtier.daemon.limits import Limits
-from kvtier.daemon.messages import Bye, Bypass, Figures, Flush, Leave, Release, Renew
+from kvtier.daemon.messages import Bye, Bypass, Figures, Flush, Hello, Leave, Release, Renew
 from kvtier.testing.daemonloop import RunningLoop, soon
 from kvtier.testing.rawclient import RawClient, hello
 
@@ -262,3 +263,17 @@ def test_an_answer_too_long_to_send_is_a_failure_that_says_so(served, monkeypatc
     with RawClient(served.path) as client:
         client.greet()
         assert "a Answer of" in client.ask(Figures(), Failed).text
+
+
+def test_what_a_client_said_before_it_closed_counts():
+    """It may have settled plans: their slots would stay out until its process ends."""
+    ours, theirs = socket.socketpair()
+    theirs.sendall(encode(Hello(bytes(16), "", "scheduler", 0, 0), 1))
+    theirs.close()
+    connection: Connection[None] = Connection(ours)
+    connection.send(b"an answer that nobody takes")
+    assert not connection.broken
+    assert connection.waiting == 0
+    assert connection.read(memoryview(bytearray(1 << 16)))
+    assert connection.frame()
+    connection.close()
