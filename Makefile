@@ -68,7 +68,7 @@ campaign: setup  ## 100,000, and every guard in the catalog's source taken away 
 fuzz: setup  ## 1,000,000 hostile inputs to a daemon's frames and sessions, into fuzz.json
 	@$(BIN)/python -m kvtier.testing.fuzz --inputs 1000000 --json fuzz.json
 
-engines: $(ENGINES)/.engines-done  ## run the cases of real vLLM, in a venv of its own (ten minutes)
+engines: $(ENGINES)/.engines-done  ## run the cases of real vLLM, in a venv of its own (20 minutes)
 	@$(ENGINES)/bin/python tests/engines/run.py
 
 soak: setup  ## 64 clients on a daemon for ten minutes, all killed and stopped, into soak.json

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
+import safetensors.torch
 import torch
 import transformers
 
@@ -49,5 +51,25 @@ def make(kind: str, folder: Path) -> None:
     model.to(torch.float32).save_pretrained(folder, safe_serialization=True)
 
 
+def make_adapter(seed: int, folder: Path) -> None:
+    """Write a LoRA adapter for the model `plain`."""
+    numbers = torch.Generator().manual_seed(seed)
+    width = {"q_proj": 256, "v_proj": 128}
+    weights = {}
+    for layer in range(2):
+        for name, out in width.items():
+            place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{place}.lora_A.weight"] = torch.randn((8, 256), generator=numbers) * SPREAD
+            weights[f"{place}.lora_B.weight"] = torch.randn((out, 8), generator=numbers) * SPREAD
+    folder.mkdir()
+    safetensors.torch.save_file(weights, folder / "adapter_model.safetensors")
+    setting = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": list(width)}
+    (folder / "adapter_config.json").write_text(json.dumps(setting), encoding="utf-8")
+
+
 if __name__ == "__main__":
-    make(sys.argv[1], Path(sys.argv[2]))
+    kind, target = sys.argv[1], Path(sys.argv[2])
+    if kind.startswith("adapter"):
+        make_adapter(int(kind[-1]), target)
+    else:
+        make(kind, target)

@@ -70,7 +70,8 @@ def in_memory(bench: Bench, kind: str, plain: dict[str, Any]) -> Outcomes:
     """Judge what one process with DRAM alone has seen."""
     seen = bench.vllm(kind, "memory", "dram:128MiB")
     same = seen.get("answers") == plain.get("answers") is not None
-    cases = ("cold", "own hit", "hit", "full prompt", "salt", "abort", "failed loads", "noise")
+    cases = ("cold", "own hit", "hit", "full prompt", "salt", "abort", "failed loads")
+    cases = (*cases, "emptied", "noise")
     found = {case: said(same and seen.get(case) is True, seen) for case in cases}
     return {"no connector": said(plain.get("own hit") is True, plain), **found}
 
@@ -124,6 +125,20 @@ def in_a_crowd(bench: Bench, kind: str, plain: dict[str, Any]) -> Outcomes:
     return {"preemption": said(fine and seen["preempted"] > 0, seen)}
 
 
+def with_adapters(bench: Bench, plain: dict[str, Any]) -> Outcomes:
+    """Serve LoRA adapters, which are told apart by their content."""
+    adapters = [bench.model(f"adapter{seed}") for seed in (1, 2)]
+    renamed = bench.folder / "renamed"
+    shutil.copytree(adapters[0], renamed)
+    options = {"enable_lora": True, "max_loras": 3, "max_lora_rank": 8}
+    seen = bench.vllm(
+        "plain", "adapters", "dram:128MiB", options=options, adapters=[*adapters, str(renamed)]
+    )
+    fine = plain["answers"] == seen.get("answers")
+    cases = ("differ", "apart", "same", "plain")
+    return {"LoRA": said(fine and all(seen[case] for case in cases), seen)}
+
+
 def in_processes(bench: Bench, plain: dict[str, Any]) -> Outcomes:
     """Put ranks into processes of their own, and engines on a daemon."""
     right = plain["answers"]
@@ -167,6 +182,7 @@ def vllm(bench: Bench, *, short: bool) -> Outcomes:
     more: list[Callable[[Bench, str, dict[str, Any]], Outcomes]] = [on_disk, in_a_crowd]
     for cases in more:
         found |= cases(bench, "plain", plain)
+    found |= with_adapters(bench, plain)
     found |= in_processes(bench, plain)
     found |= refused(bench)
     hybrid = bench.vllm("hybrid", "none")

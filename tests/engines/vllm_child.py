@@ -30,6 +30,7 @@ os.environ.update(
 import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.lora.request import LoRARequest
 
 from kvtier.device import cpu
 
@@ -67,14 +68,15 @@ class Engine:
         self.core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = self.core.scheduler
         self.connector = self.scheduler.connector
+        self.adapters: list[str] = setting.get("adapters", [])
         self.daemon = int(setting.get("daemon", 0))  # its supervisor's process
 
     def answer(
-        self, prompts: Answers | None = None, tokens: int = 16, **which: Any
+        self, tokens: int = 16, lora: LoRARequest | None = None, **which: Any
     ) -> tuple[Answers, list[int]]:
         """Return the answers, and how many tokens of each prompt vLLM did not compute."""
-        given = [{"prompt_token_ids": one, **which} for one in prompts or self.prompts]
-        found = self.llm.generate(given, sampling(tokens), use_tqdm=False)
+        given = [{"prompt_token_ids": one, **which} for one in self.prompts]
+        found = self.llm.generate(given, sampling(tokens), use_tqdm=False, lora_request=lora)
         return [list(o.outputs[0].token_ids) for o in found], [o.num_cached_tokens for o in found]
 
     def reset(self) -> None:
@@ -154,6 +156,9 @@ def script_memory(engine: Engine) -> dict[str, Any]:
     found["salt"] = _salted(engine, cold)
     found["abort"] = _aborted(engine, cold)
     found["failed loads"] = _failed(engine, cold)
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    emptied, none = engine.answer()
+    found["emptied"] = emptied == cold and sum(none) == 0
     engine.reset()
     arena = engine.connector.cache._desk.arena.memory
     arena.view(np.float32)[:] = np.random.default_rng(2).standard_normal(len(arena) // 4)
@@ -270,6 +275,25 @@ def script_killed(engine: Engine) -> dict[str, Any]:
         "during": starts([ended[f"r{at}"] for at in range(3)]),
         "after": starts(after),
         "all": len(ended) == len(prompts),
+    }
+
+
+def script_adapters(engine: Engine) -> dict[str, Any]:
+    """Serve two adapters, and the first one's files under another name; nobody shares but these."""
+    one, two, same = (LoRARequest(f"a{n}", n, path) for n, path in enumerate(engine.adapters, 1))
+    cold, _ = engine.answer()
+    engine.reset()
+    first, none = engine.answer(lora=one)
+    second, nothing = engine.answer(lora=two)
+    engine.reset()
+    again, cached = engine.answer(lora=same)
+    plain, known = engine.answer()
+    return {
+        "answers": starts(cold),
+        "differ": cold not in (first, second) and first != second,
+        "apart": not sum(none) and not sum(nothing),
+        "same": again == first and min(cached) >= 128,
+        "plain": plain == cold and min(known) >= 128,
     }
 
 
