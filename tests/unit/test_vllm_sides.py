@@ -200,6 +200,20 @@ def test_a_failed_load_names_its_blocks_and_is_not_tried_again(plain: VllmSteps,
     assert plain.scheduler.match(plain.request("c", prompt(200)), 0) == (192, True)
 
 
+def test_without_that_it_would_be_tried_for_ever(plain: VllmSteps, monkeypatch):
+    plain.serve("a", prompt(200), list(range(1, 14)))
+    plain.settle()
+
+    def fails(*which, **how) -> None:
+        raise OSError("broken")
+
+    monkeypatch.setattr(cpu, "_copy", fails)
+    second = plain.request("b", prompt(200))
+    for _ in range(3):
+        assert plain.load(second, list(range(20, 33)))
+        plain.scheduler._served["b"].failed = False
+
+
 def test_a_load_that_is_too_late_fails_as_a_whole(plain: VllmSteps, monkeypatch):
     plain.serve("a", prompt(200), list(range(1, 14)))
     plain.settle()
@@ -259,6 +273,13 @@ def test_what_a_window_left_behind_is_not_saved(hybrid: VllmSteps):
     hybrid.settle()
     assert hybrid.scheduler.match(hybrid.request("b", prompt(200)), 0) == (192, True)
     assert hybrid.scheduler.match(hybrid.request("c", prompt(100)), 0) == (0, False)
+
+
+def test_without_the_mark_block_0_is(hybrid: VllmSteps, monkeypatch):
+    monkeypatch.setattr(SchedulerSide, "_present", lambda _, tables: list(tables))
+    hybrid.serve("a", prompt(200), list(range(1, 14)), [0, 0, 0, 0, *range(50, 59)])
+    assert 0 in [part for blocks in hybrid.scheduler._blocks.values() for part in blocks]
+    hybrid.settle()
 
 
 # ------------------------------------------------------------------------------ the seat, the KV
