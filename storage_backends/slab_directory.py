@@ -44,10 +44,11 @@ _REMEDIES: Final = {
     errno.ENOTDIR: "a part of it is not a directory: choose another",
     errno.EACCES: "let the user that runs kvtier write there, or choose another directory",
     errno.EPERM: "let the user that runs kvtier write there, or choose another directory",
+    errno.ENOMEM: "raise this process's limit of memory (ulimit -v, LimitAS=)",
     errno.EROFS: "mount it for writing, or choose another directory",
     errno.ENOSPC: "free some space, or lower the capacity",
     errno.EDQUOT: "raise the quota, or lower the capacity",
-    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n, LimitNOFILE=)",
 }
 _open_guard = threading.Lock()
 _open: dict[tuple[int, int], int] = {}

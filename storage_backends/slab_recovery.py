@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections import defaultdict
@@ -27,6 +28,9 @@ KEEP_SHARE: Final = 16
 _logger = logging.getLogger(__name__)
 _PAGE_OF_ENTRIES = 4096
 _INDEX_SHARE = 4  # the smallest slots need an eighth
+_REFUSALS: Final = frozenset(  # of the system, which says nothing about what the index holds
+    (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EAGAIN)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,9 @@ def _load(
         check_length(directory.index)
         return _read(directory, synced=synced)
     except (Corrupt, Unavailable) as error:
+        refused = getattr(error.__cause__, "code", 0)  # LMDB's own are below zero
+        if refused in _REFUSALS:
+            raise OSError(refused, os.strerror(refused)) from error
         reason = str(error) if isinstance(error, Corrupt) else "unreadable"
         _logger.warning(
             "the index of %s cannot be used (%s); starting empty", directory.path, error
