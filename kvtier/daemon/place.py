@@ -115,6 +115,7 @@ class Place:
             with self._as_user():
                 self._lock = self._take_lock()
                 undo.callback(os.close, self._lock)
+                undo.callback(self._remove_lock)
                 self.socket, self._inode = self._listen()
             undo.pop_all()
 
@@ -129,8 +130,7 @@ class Place:
         """Stop listening, and let the path go."""
         self.remove()
         self.socket.close()
-        with contextlib.suppress(OSError):  # while the lock is held: nobody else's is removed
-            os.unlink(self._lock_name, dir_fd=self._folder)
+        self._remove_lock()
         self.let_go()
 
     def let_go(self) -> None:
@@ -139,6 +139,10 @@ class Place:
         os.close(self._lock)
         os.close(self._folder)
         _held.pop(self._key, None)
+
+    def _remove_lock(self) -> None:
+        with contextlib.suppress(OSError):  # while the lock is held: nobody else's is removed
+            os.unlink(self._lock_name, dir_fd=self._folder)
 
     @property
     def _lock_name(self) -> str:
@@ -212,6 +216,7 @@ class Place:
                 fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 found = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
                 if found.st_ino == os.fstat(number).st_ino:
+                    _check_lock(self.path, number)
                     return number
             except FileNotFoundError:
                 pass  # the daemon before removed it just now: lock the next one
@@ -274,6 +279,16 @@ def _listener(path: Path) -> int | None:
         except OSError:  # its queue is full, or it is another user's
             return 0
         return found[0]
+
+
+def _check_lock(path: Path, number: int) -> None:
+    """Raise ConfigError, and close it, for what is no daemon's: it would be removed at the end."""
+    found = os.fstat(number)
+    if not stat.S_ISREG(found.st_mode) or found.st_size:
+        os.close(number)
+        raise ConfigError(
+            f"{path}.lock is no lock of a daemon's; remove it, or choose another socket"
+        )
 
 
 def _lock_owner(number: int) -> int:

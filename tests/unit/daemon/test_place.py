@@ -205,3 +205,26 @@ def test_a_link_in_its_place_is_refused(short, monkeypatch):
     (short / "kvtier").symlink_to(short / "elsewhere")
     with pytest.raises(kvtier.ConfigError, match="is no folder of this user's alone"):
         rendezvous("an-engine")
+
+
+def test_a_file_that_is_no_lock_is_not_taken_for_one(tmp_path):
+    (tmp_path / "s.lock").write_text("somebody's")
+    with pytest.raises(kvtier.ConfigError, match=r"s\.lock is no lock of a daemon's; remove it"):
+        Place(tmp_path / "s")
+    assert (tmp_path / "s.lock").read_text() == "somebody's"
+    (tmp_path / "s.lock").unlink()
+    Place(tmp_path / "s").close()
+
+
+def test_without_a_look_at_it_it_would_be_gone(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvtier.daemon.place._check_lock", lambda *_: None)
+    (tmp_path / "s.lock").write_text("somebody's")
+    Place(tmp_path / "s").close()
+    assert not (tmp_path / "s.lock").exists()
+
+
+def test_a_place_that_is_refused_leaves_no_lock(tmp_path):
+    (tmp_path / "s").write_text("")
+    with pytest.raises(kvtier.ConfigError, match="is no socket"):
+        Place(tmp_path / "s")
+    assert list(tmp_path.iterdir()) == [tmp_path / "s"]
