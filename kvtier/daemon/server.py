@@ -53,13 +53,13 @@ def main() -> int:
         try:
             wanted = Settings.decode(os.pread(settings, _MOST_SETTINGS, 0))
             sessions = _open(wanted, arena, grants)
-        except KvtierError as error:
-            told.send(msgspec.json.encode(Started(wrong=str(error))))
+            server = Server(door, sessions, sessions.welcome, arena, wanted.uid, monotonic)
+        except (KvtierError, OSError, MemoryError) as error:
+            told.send(msgspec.json.encode(Started(wrong=_wrong(error))))
             return 1
         # What is there stays; and leases come and go by the thousand, but in no cycles.
         gc.freeze()
         gc.set_threshold(_GARBAGE)
-        server = Server(door, sessions, sessions.welcome, arena, wanted.uid, monotonic)
         server.watch(link, _orphaned)
         for process in sessions.watched():
             server.watch_process(process)
@@ -81,6 +81,17 @@ def _open(settings: Settings, arena: int, grants: int) -> Sessions:
     depot = Depot.open(settings.config(), monotonic, ThreadFlow(), memory)
     table = Grants(grants, depot.arena.id)
     return Sessions(depot, table, monotonic, share=settings.share)
+
+
+def _wrong(error: Exception) -> str:
+    """Say why it cannot serve."""
+    if isinstance(error, KvtierError):
+        return str(error)
+    why = (isinstance(error, OSError) and error.strerror) or "no memory is left"
+    return (
+        f"the server cannot be set up ({why}); raise its limits of memory and of open files "
+        "(ulimit -v, ulimit -n; LimitAS=, LimitNOFILE=)"
+    )
 
 
 def _orphaned() -> None:

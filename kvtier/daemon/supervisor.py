@@ -142,7 +142,11 @@ class Supervisor:
                 try:
                     why = self._serve_once()
                 except OSError as error:  # no process, no descriptor
-                    why = f"the server cannot be started ({error.strerror})"
+                    why = (
+                        f"{sys.executable} cannot be started ({error.strerror}); see that this "
+                        "user may run it, and raise the limits of processes and open files "
+                        "(TasksMax=, LimitNOFILE=)"
+                    )
                 if self._ending.is_set():
                     return
                 if not self._first.done():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import errno
 import os
 import select
 import socket
@@ -20,6 +21,7 @@ __all__ = ["Wire", "connect", "failure", "wait_for_daemon"]
 
 _BUFFER_BYTES: Final = 128 << 10
 _AGAIN_SECONDS: Final = 0.05
+_WANTING: Final = frozenset((errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 
 
 class Wire:
@@ -163,6 +165,11 @@ def wait_for_daemon(path: str, come_up: Callable[[], None], timeout: float) -> N
                 f"{path}: {error.strerror}; a daemon's socket is for one user"
             ) from error
         except OSError as error:
+            if error.errno in _WANTING:
+                raise ConfigError(
+                    f"this process cannot take part in the daemon at {path} ({error.strerror}); "
+                    "raise its limits of memory and of open files (ulimit -v, ulimit -n)"
+                ) from error
             left = until - monotonic()
             if left <= 0:
                 raise ConfigError(

@@ -139,7 +139,7 @@ class Arena:
                 self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
                 self.pinned = self._take()
             except OSError as error:
-                raise no_memory(capacity, error) from error
+                raise no_memory(self.nbytes, error) from error
             undo.pop_all()
         self._view = memoryview(self._map)
         self._extents: list[_Extent] = []

@@ -54,7 +54,8 @@ def no_memory(capacity: int, error: OSError) -> ConfigError:
     """Build the error for memory that the system does not give."""
     return ConfigError(
         f"cannot take {format_bytes(capacity)} of memory for dram "
-        f"({error.strerror}; {format_bytes(available_bytes())} available); ask for less"
+        f"({error.strerror}; {format_bytes(available_bytes())} available); ask for less, or "
+        "raise this process's limit (ulimit -v, LimitAS=)"
     )
 
 
