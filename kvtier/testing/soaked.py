@@ -180,12 +180,12 @@ class Client:
             _say(f"wrong bytes in blocks {which} of {blocks}")
 
     def _save(self, prefix: Prefix, first: int) -> None:
-        """Compute a prompt, and save its chunks from `first` on."""
+        """Save a prompt's chunks from `first` on; they are computed once there is room for them."""
         count = len(prefix.names) * CHUNK // BLOCK
-        self._kv[:, self._half : self._half + count] = pattern(prefix.tokens, count)
         blocks = list(range(self._half, self._half + count))
         plan = self._cache.plan_save(prefix, blocks, first=first)
         if plan is not None:
+            self._kv[:, self._half : self._half + count] = pattern(prefix.tokens, count)
             result = self._copy(plan, "store")
             self._row[Row.SAVES] += result.status is CopyStatus.OK
 
