@@ -190,6 +190,7 @@ class LmdbSlabStore:
         try:
             page = self._files.read(segment, entry.slot, header.stored_bytes, into)
         except OSError as error:
+            self._ledger.blame(segment, entry.slot, error)
             self._log.warn("a read failed", error)
             return Read(Status.FAILED)
         if page[:HEADER_BYTES] != entry.head:
@@ -247,8 +248,8 @@ class LmdbSlabStore:
         try:
             self._files.write(segment, slot, head, data)
             return self._ledger.publish(name, segment, slot, head)
-        except BaseException:
-            self._ledger.abandon(segment, slot)
+        except BaseException as error:
+            self._ledger.abandon(segment, slot, error)
             raise
 
     def delete_many(self, ids: Sequence[RecordId]) -> list[Status]:

@@ -45,6 +45,8 @@ INDEX_FLOOR: Final = 512 * mmap.PAGESIZE
 """Index bytes charged whatever the slots: three generations of copied pages."""
 
 _INDEX_STEP: Final = 16 * PAGE
+_QUARANTINE: Final = 30.0  # seconds
+_LONGEST_QUARANTINE: Final = 86_400.0
 _MAX_SEGMENT: Final = 256 << 20
 _SEGMENTS: Final = 128
 _NAME: Final = re.compile(r"slab-(\d{8})-(\d{1,15})\.seg")
@@ -91,9 +93,14 @@ def _pages(count: int) -> int:
 
 
 class Segment:
-    """One file of `slots` slots, each `stride` bytes."""
+    """One file of `slots` slots, each `stride` bytes.
 
-    __slots__ = ("_doomed", "_readers", "free", "number", "slots", "stride")
+    A slot that the device fails to write or read is in quarantine for a while once no entry leads
+    to it: half a minute, twice as long after each further failure, a day at most. So a fault that
+    passes is over soon, and a bad block costs few writes.
+    """
+
+    __slots__ = ("_bad", "_doomed", "_readers", "_resting", "free", "number", "slots", "stride")
 
     def __init__(self, number: int, stride: int, slots: int) -> None:
         self.number = number
@@ -102,6 +109,8 @@ class Segment:
         self.free = list(range(slots - 1, -1, -1))
         self._readers: dict[int, int] = {}
         self._doomed: set[int] = set()
+        self._bad: dict[int, tuple[float, float]] = {}  # by slot: until when, and for how long
+        self._resting: set[int] = set()  # in quarantine
 
     @classmethod
     def named(cls, name: str, length: int) -> Segment | None:
@@ -140,7 +149,7 @@ class Segment:
     @property
     def empty(self) -> bool:
         """No slot is live, being written, or read."""
-        return len(self.free) == self.slots
+        return len(self.free) + len(self._resting) == self.slots
 
     def offset(self, slot: int) -> int:
         """Return where a slot begins in the file."""
@@ -162,14 +171,36 @@ class Segment:
         del self._readers[slot]
         if slot in self._doomed:
             self._doomed.remove(slot)
-            self.free.append(slot)
+            self._give_back(slot)
 
     def release(self, slot: int) -> None:
         """Free a slot to which no index entry leads any more, at once or after its readers."""
         if slot in self._readers:
             self._doomed.add(slot)
         else:
+            self._give_back(slot)
+
+    def _give_back(self, slot: int) -> None:
+        if slot in self._bad:
+            self._resting.add(slot)
+        else:
             self.free.append(slot)
+
+    def fail(self, slot: int, now: float) -> None:
+        """Note that the device failed a slot. now: seconds."""
+        _, seconds = self._bad.get(slot, (0.0, _QUARANTINE / 2))
+        seconds = min(2 * seconds, _LONGEST_QUARANTINE)
+        self._bad[slot] = (now + seconds, seconds)
+
+    def heal(self, slot: int) -> None:
+        """Note that a slot was written."""
+        self._bad.pop(slot, None)
+
+    def end_quarantine(self, now: float) -> None:
+        """Let slots be used whose time is over. Another failure makes it longer."""
+        over = sorted(slot for slot in self._resting if self._bad[slot][0] <= now)
+        self._resting.difference_update(over)
+        self.free += over
 
 
 class Slabs:
@@ -218,11 +249,18 @@ class Slabs:
         self._taken -= segment.charge
         self._slots -= segment.slots
 
-    def take(self, stride: int) -> tuple[Segment, int] | None:
-        """Return a free slot of this stride, from the fullest segment, so that others drain."""
+    def take(self, stride: int, now: float) -> tuple[Segment, int] | None:
+        """Return a free slot of this stride, from the fullest segment, so that others drain.
+
+        now: seconds. Slots whose quarantine is over are used where there are no others.
+        """
         segment = self._current.get(stride)
         if segment is None or not segment.free:
-            candidates = [s for s in self._classes.get(stride, ()) if s.free]
+            those = self._classes.get(stride, ())
+            if not any(s.free for s in those):
+                for one in those:
+                    one.end_quarantine(now)
+            candidates = [s for s in those if s.free]
             if not candidates:
                 return None
             segment = min(candidates, key=lambda s: len(s.free))

@@ -8,6 +8,7 @@ before its slot is written again.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ __all__ = ["Batch", "Ledger", "Log"]
 
 _logger = logging.getLogger(__name__)
 _LOG_SECONDS: Final = 60.0
+_BAD_SLOT: Final = (errno.EIO, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA)
+"""What Linux makes of an error of a medium at one place (blk_status_to_errno)."""
 _LATEST: Final = 1 << 62  # whatever the machine's clock says, there are numbers left above it
 
 
@@ -175,6 +178,7 @@ class Ledger:
             batch, _ = self._enter(name, entry)
             batch.dirty[segment] = None
             batch.bytes += segment.stride
+            segment.heal(slot)
             return batch
 
     def remove(self, names: Sequence[RecordId]) -> tuple[list[bool], Batch]:
@@ -197,10 +201,18 @@ class Ledger:
             batch.releases.append((segment, old.slot))
         return batch, old is not None
 
-    def abandon(self, segment: Segment, slot: int) -> None:
-        """Give back a slot that was taken and not published."""
+    def abandon(self, segment: Segment, slot: int, error: BaseException) -> None:
+        """Give back a slot that was taken and not published, for that reason."""
         with self._lock:
+            if _is_bad(error):
+                segment.fail(slot, self._clock())
             segment.release(slot)
+
+    def blame(self, segment: Segment, slot: int, error: OSError) -> None:
+        """Note why a slot could not be read: it may be bad, and is not used again for a while."""
+        if _is_bad(error):
+            with self._lock:
+                segment.fail(slot, self._clock())
 
     # ---------------------------------------------------------------------------------- committing
 
@@ -254,7 +266,7 @@ class Ledger:
     def slot(self, stride: int) -> tuple[Segment, int] | None:
         """Return a slot, removing no record; None if there is no room. Raises OSError."""
         with self._lock:
-            taken = self._slabs.take(stride)
+            taken = self._slabs.take(stride, self._clock())
         if taken is not None:
             return taken
         with self._committing:
@@ -270,7 +282,7 @@ class Ledger:
     def _extend(self, stride: int) -> tuple[Segment, int] | None:
         """Take a slot, of a new segment if the capacity allows one."""
         with self._lock:
-            taken = self._slabs.take(stride)
+            taken = self._slabs.take(stride, self._clock())
             segment = None if taken else self._slabs.plan(stride)
             if segment is None:
                 return taken
@@ -287,7 +299,7 @@ class Ledger:
         self._disk_full = False
         with self._lock:
             self._slabs.add(segment)
-            return self._slabs.take(stride)
+            return self._slabs.take(stride, self._clock())
 
     def _reclaim(self, stride: int) -> None:
         """Remove empty segments until one of this stride can be made, on a full disk all."""
@@ -317,3 +329,8 @@ class Ledger:
                 with self._lock:
                     self._index.close()
         return whole
+
+
+def _is_bad(error: BaseException) -> bool:
+    """Say whether an error is of the device, at that place."""
+    return isinstance(error, OSError) and error.errno in _BAD_SLOT
