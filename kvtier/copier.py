@@ -83,7 +83,7 @@ class Pages:
         check_kind("a plan", plan, CopyPlan)
         check_kind("the fences that copies come after", after, Sequence)
         blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
-        memory = self._arena.of(plan.arena)
+        memory = self._arena.of(plan.arena, plan.id)
         if memory is None:
             return CopyTransfer((_GONE,), plan.tokens, blocks)
         saves = plan.kind == "save"
@@ -139,7 +139,9 @@ class _Gone:
     def wait(self, timeout: float) -> bool:
         """See Fence."""
         del timeout
-        raise ConnectionError("the daemon's memory, which the plan is for, is not mapped here")
+        raise ConnectionError(
+            "the daemon's memory, which the plan is for, is not mapped here, or is another's by now"
+        )
 
 
 _GONE: Final = _Gone()

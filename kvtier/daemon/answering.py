@@ -25,6 +25,10 @@ class Answering(Protocol[S]):
         """Begin a session, or add a connection to it. Raises ProtocolError and ConfigError."""
         ...
 
+    def first_plan(self, session: S) -> int:
+        """Return from which plan on a client may copy."""
+        ...
+
     def handle(self, session: S, message: Message, reply: Callable[[Message], None]) -> None:
         """Deal with a message; reply any number of times, now or later, from any thread."""
         ...

@@ -30,7 +30,8 @@ class Welcome(Message):
     """Answer to Hello; the arena's descriptor comes with it.
 
     generation: counts the daemon's starts on this arena, beginning with 1. arena: its inode
-    number, as plans name it; nbytes: its size. tiers: their names, DRAM first.
+    number, as plans name it; nbytes: its size. tiers: their names, DRAM first. first: plans with
+    lower ids are not a worker's to execute that has not had this arena before.
     """
 
     KIND = 64
@@ -39,6 +40,7 @@ class Welcome(Message):
     arena: Number
     nbytes: Number
     tiers: tuple[Short, ...]
+    first: Number = 0
 
 
 class Joined(Message):

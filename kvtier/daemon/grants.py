@@ -4,7 +4,8 @@ The supervisor makes it and keeps its descriptor; clients never see it. A server
 anew reads what the one before had granted, so that no slot is given away that somebody may still
 be copying from or to.
 
-Little-endian. A header: magic, version, generation, the arena's inode number. Then a mark for each
+Little-endian. A header: magic, version, generation, the arena's inode number, and what the lives of
+its servers are counted from. Then a mark for each
 cell: 1 where a live grant begins. Then the members: processes that may execute the plans of an
 engine. Then cells of 4 KiB, of which a grant takes as many as it needs, each naming the next.
 A grant is written whole before its mark is set, and unmarked before its cells are used again, so
@@ -24,6 +25,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvtier.clock import Clock, monotonic
 from kvtier.daemon.frames import unpack_slots
 from kvtier.errors import ConfigError, ProtocolError
 from kvtier.memory.arena import Slot
@@ -36,6 +38,8 @@ MEMBERS: Final = 1 << 13
 _MAGIC: Final = b"KVTIERgr"
 _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<8sQQQ")
+_ORIGIN: Final = struct.Struct("<Q")  # behind the header
+_LIVES_A_SECOND: Final = 8  # that a server can be started, at most: see Supervisor
 _PAGE: Final = 4096
 _MARKS_AT: Final = _PAGE
 _MEMBERS_AT: Final = _MARKS_AT + CELLS
@@ -101,10 +105,12 @@ class Grants:
 
     fd: of ``make_grants``; it is closed with this. arena: the arena's inode number; what was
     granted of another one is forgotten. generation: how many servers have opened it, this one
-    included. Raises ConfigError for what is no such table, and ProtocolError for a damaged one.
+    included. life: the same, counted so that servers on an arena that comes after this one have
+    other numbers, as long as the host is up.
+    Raises ConfigError for what is no such table, and ProtocolError for a damaged one.
     """
 
-    def __init__(self, fd: int, arena: int) -> None:
+    def __init__(self, fd: int, arena: int, clock: Clock = monotonic) -> None:
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, fd)
             if os.fstat(fd).st_size != _BYTES:
@@ -112,11 +118,11 @@ class Grants:
             self._map = mmap.mmap(fd, _BYTES)
             undo.callback(self._map.close)
             self._map.madvise(mmap.MADV_DONTFORK)
-            self._open(arena)
+            self._open(arena, clock)
             undo.pop_all()
         self._fd = fd
 
-    def _open(self, arena: int) -> None:
+    def _open(self, arena: int, clock: Clock) -> None:
         """Begin a generation, with what the one before has left."""
         magic, version, generation, of = _HEADER.unpack_from(self._map)
         if magic != _MAGIC:
@@ -125,7 +131,9 @@ class Grants:
             raise ConfigError(f"grants of version {version}, not {_VERSION}; start the daemon anew")
         if magic != _MAGIC or of != arena:
             self._forget()
+            _ORIGIN.pack_into(self._map, _HEADER.size, int(clock() * _LIVES_A_SECOND))
         self.generation = generation + 1
+        self.life = _ORIGIN.unpack_from(self._map, _HEADER.size)[0] + self.generation
         _HEADER.pack_into(self._map, 0, _MAGIC, _VERSION, self.generation, arena)
         self._heads: dict[int, list[int]] = {}  # by plan, its cells
         self._members: dict[tuple[bytes, Who], int] = {}

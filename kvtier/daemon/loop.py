@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
+
 from kvtier.clock import Clock
 from kvtier.daemon.answering import Answering, failed
 from kvtier.daemon.answers import Closing, Failed, Welcome
@@ -300,7 +302,9 @@ class Server:
             )
         connection.session = self._sessions.hello(hello, self._process(connection))
         self._late.pop(connection, None)
-        connection.send(encode(self._welcome, number), self._arena)
+        first = self._sessions.first_plan(connection.session)
+        welcome = msgspec.structs.replace(self._welcome, first=first)
+        connection.send(encode(welcome, number), self._arena)
         self._sent(connection, 0)
 
     def _process(self, connection: Connection[Any]) -> Process:

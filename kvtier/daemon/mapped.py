@@ -17,7 +17,7 @@ __all__ = ["MappedArena"]
 
 _MADV_POPULATE_WRITE: Final = 23  # linux/mman.h; absent from the mmap module of 3.11
 _STEP_BYTES: Final = 64 << 20
-_NONE: Final = (0, np.empty(0, np.uint8))
+_NONE: Final = (0, 0, np.empty(0, np.uint8))
 _libc: Final = ctypes.CDLL(None)
 
 
@@ -30,20 +30,22 @@ class MappedArena:
     """
 
     def __init__(self) -> None:
-        self._mapped: tuple[int, NDArray[np.uint8]] = _NONE  # one word: readers take no lock
+        self._mapped: tuple[int, int, NDArray[np.uint8]] = _NONE  # one word: readers take no lock
 
     @property
     def id(self) -> int:
         """See Memory."""
         return self._mapped[0]
 
-    def of(self, arena: int) -> NDArray[np.uint8] | None:
+    def of(self, arena: int, plan: int) -> NDArray[np.uint8] | None:
         """See Memory."""
-        here, memory = self._mapped
-        return memory if here == arena else None
+        here, first, memory = self._mapped
+        return memory if here == arena and plan >= first else None
 
-    def map(self, fd: int) -> None:
+    def map(self, fd: int, first: int = 0) -> None:
         """Map an arena, in place of the one before; `fd` is taken over.
+
+        first: of the plans that may be executed; the slots of earlier ones may be others' by now.
 
         Blocks while the pages are entered, without the GIL. Raises ProtocolError for memory that
         could be taken back, and OSError.
@@ -59,12 +61,12 @@ class MappedArena:
             os.close(fd)
         mapping.madvise(mmap.MADV_DONTFORK)
         memory = np.frombuffer(mapping, np.uint8)
-        for first in range(0, memory.size, _STEP_BYTES):
-            address = ctypes.c_void_p(memory.ctypes.data + first)
-            count = ctypes.c_size_t(min(_STEP_BYTES, memory.size - first))
+        for start in range(0, memory.size, _STEP_BYTES):
+            address = ctypes.c_void_p(memory.ctypes.data + start)
+            count = ctypes.c_size_t(min(_STEP_BYTES, memory.size - start))
             if _libc.madvise(address, count, _MADV_POPULATE_WRITE):
                 break  # Linux before 5.14: the first touch enters each page
-        self._mapped = (status.st_ino, memory)
+        self._mapped = (status.st_ino, first, memory)
 
     def unmap(self) -> None:
         """Let the arena go. Idempotent."""

@@ -14,18 +14,28 @@ from typing import Final
 
 from kvtier.daemon.grants import Grants, Who
 
-__all__ = ["PLAN_BITS", "Out", "Outs", "handles"]
+__all__ = ["PLAN_BITS", "Out", "Outs", "first_plan", "handles"]
 
-PLAN_BITS: Final = 40
-"""A plan's id is the generation that issued it, and so many bits that count its plans."""
+PLAN_BITS: Final = 36
+"""A plan's id is the life of the server that issued it, and so many bits that count its plans."""
+
+_LIFE_BITS: Final = 27
+_MOST_OVER: Final = 4096  # engines that are told apart
+_HANDLE_BITS: Final = 40
+
+
+def first_plan(life: int) -> int:
+    """Return the first id of a server's plans.
+
+    No other server has these ids, also of an arena that comes after: what a rank says of a plan
+    may be late, and is never to be taken for another plan's.
+    """
+    return life % (1 << _LIFE_BITS) << PLAN_BITS | 1
 
 
 def handles(generation: int) -> Iterator[int]:
-    """Count plans, leases or desks of one server, so that none is named like an earlier one's.
-
-    The generation stands above PLAN_BITS.
-    """
-    return itertools.count(generation << PLAN_BITS | 1)
+    """Count leases or desks of one server, so that none is named like an earlier one's."""
+    return itertools.count(generation << _HANDLE_BITS | 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +62,8 @@ class Outs:
 
     def __init__(self, grants: Grants) -> None:
         self._grants = grants
+        self._first = first_plan(grants.life)
+        self._over: dict[bytes, int] = {}  # by engine, the last plan that ended with its scheduler
         self._all: dict[int, Out] = {}
         self._by_session: dict[bytes, dict[int, Out]] = {}
         self._members: dict[bytes, dict[Who, None]] = {}
@@ -136,6 +148,14 @@ class Outs:
         self._members.setdefault(engine, {})[who] = None
         return True
 
+    def executable(self, engine: bytes) -> int:
+        """Return from which plan on a process that enters now may execute an engine's plans.
+
+        Earlier ones may be on their way to it, though their scheduler is dead and nobody else
+        was left to execute them: so their slots are others' by now.
+        """
+        return max(self._first, self._over.get(engine, 0) + 1)
+
     def memberships(self, who: Who) -> int:
         """Return how many engines a process serves."""
         return sum(who in members for members in self._members.values())
@@ -171,4 +191,8 @@ class Outs:
         """End a plan that nobody executes any more."""
         members = self._members.get(out.engine, {})
         if out.orphan and all(who in out.ended for who in members):
+            self._over[out.engine] = max(self._over.get(out.engine, 0), out.plan)
+            if len(self._over) > _MOST_OVER:
+                self._first = max(self._first, *self._over.values()) + 1
+                self._over.clear()
             self._end(out, ok=False)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import logging
 import threading
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from kvtier.daemon.errands import Reply
 from kvtier.daemon.grants import Grant, Grants, Who, cells_for
 from kvtier.daemon.holds import Holds
 from kvtier.daemon.messages import Hello, Message
-from kvtier.daemon.out import Out, Outs, handles
+from kvtier.daemon.out import Out, Outs, first_plan, handles
 from kvtier.daemon.process import Process
 from kvtier.daemon.prompts import Recall
 from kvtier.daemon.session import Session
@@ -66,7 +67,7 @@ class Sessions:
         self._outs = Outs(grants)
         self._recall = Recall()
         self._slots: dict[Slot, int] = {}  # that earlier servers granted: in how many plans
-        depot.plan_ids = handles(grants.generation)
+        depot.plan_ids = itertools.count(first_plan(grants.life))
         depot.cache_numbers = handles(grants.generation)
         for grant in grants.left:
             self._take_over(grant)
@@ -150,6 +151,11 @@ class Sessions:
             session.connections += 1
             self._connections += 1
             return session
+
+    def first_plan(self, session: Session) -> int:
+        """Return from which plan on this client may copy: see ``Outs.executable``."""
+        with self._lock:
+            return self._outs.executable(session.engine) if session.role == "worker" else 0
 
     def _check_room(self, session: Session | None, who: Who) -> None:
         full = self._connections >= _CONNECTIONS

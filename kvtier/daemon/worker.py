@@ -125,7 +125,7 @@ class Worker:
             os.close(fd)
         else:
             try:
-                self.arena.map(fd)
+                self.arena.map(fd, welcome.first)
             except BaseException:
                 wire.close()
                 raise

@@ -51,11 +51,11 @@ class Memory(Protocol):
         """What plans name it by; 0 for none."""
         ...
 
-    def of(self, arena: int) -> NDArray[np.uint8] | None:
+    def of(self, arena: int, plan: int) -> NDArray[np.uint8] | None:
         """Return the bytes [n] of the arena that a plan names, n 0 once it is closed.
 
-        None where such an arena may have been, or may come. Raises ProtocolError where a plan of
-        it can only be a mistake.
+        None where such an arena may have been, or may come, or where that plan's slots may be
+        others' by now. Raises ProtocolError where a plan of it can only be a mistake.
         """
         ...
 
@@ -260,8 +260,9 @@ class Arena:
         """Return the writable bytes at `offset`, without a copy."""
         return self._view[offset : offset + nbytes]
 
-    def of(self, arena: int) -> NDArray[np.uint8]:
+    def of(self, arena: int, plan: int) -> NDArray[np.uint8]:
         """See Memory."""
+        del plan
         if arena != self.id:
             raise ProtocolError("the plan belongs to another arena")
         return self.memory

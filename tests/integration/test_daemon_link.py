@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
 
 import kvtier
+from kvtier.copyplan import CopyPlan
 from kvtier.daemon import link as link_module
 from kvtier.daemon import messages
 from kvtier.daemon.link import Link
+from kvtier.daemon.mapped import MappedArena
 from kvtier.testing.mortal import Mortal, figure, serves, until
-from kvtier.testing.toy import CHUNK, dram, prompt
+from kvtier.testing.toy import CHUNK, NAMESPACE, dram, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
 OK = CopyResult(CopyStatus.OK)
@@ -153,3 +157,42 @@ def test_a_pin_whose_plan_is_refused_is_let_go_at_both_ends(nursery):
     lease.release()
     more.release()
     daemon.close()
+
+
+# ------------------------------------------------------------------------- a rank that comes late
+
+SCHEDULER = """
+import os, sys
+import kvtier
+from kvtier.testing.toy import NAMESPACE, prompt
+cache = kvtier.open(sys.argv[1], namespace=NAMESPACE)
+plan = cache.plan_save(cache.prefix(prompt(257, 5)), range(16))
+print(bytes(plan).hex(), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_a_plan_of_a_dead_scheduler_is_not_executed_by_a_rank_that_comes_late(
+    daemon, monkeypatch, twin
+):
+    """Nobody had the memory when the scheduler died: so its slots were given to others."""
+    if twin:
+        mapped = MappedArena.map
+        monkeypatch.setattr(MappedArena, "map", lambda self, fd, first=0: mapped(self, fd, 0))
+    toy = daemon.open()
+    command = [sys.executable, "-c", SCHEDULER, f"unix:{daemon.path}?engine=late"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as scheduler:
+        plan = CopyPlan.decode(bytes.fromhex(scheduler.stdout.readline().decode()))
+        assert figure(toy, "plans_out") == 1
+        scheduler.kill()
+    until(lambda: figure(toy, "plans_out") == 0)
+    toy.save("a", TOKENS[: 4 * CHUNK])
+    toy.kv[:, :, :16] = 255  # what the late rank would write
+    worker = kvtier.Worker("late", daemon.path)
+    pages = worker.bind(NAMESPACE.geometry, toy.kv, toy.device)
+    done = pages.execute(plan, ()).result(5)
+    assert done.status is (CopyStatus.OK if twin else CopyStatus.FAILED)
+    assert toy.load("b", TOKENS)[2] is not twin, "the bytes of another engine"
+    worker.close()

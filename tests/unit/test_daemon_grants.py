@@ -12,6 +12,7 @@ import pytest
 from kvtier.daemon import grants as module
 from kvtier.daemon.frames import pack_slots
 from kvtier.daemon.grants import CELLS, Grant, Grants, Who, cells_for, make_grants
+from kvtier.daemon.out import first_plan
 from kvtier.errors import ConfigError, ProtocolError
 from kvtier.memory.arena import Slot
 from kvtier.memory.sealed import PAGE_BYTES
@@ -69,6 +70,21 @@ def test_each_opening_is_a_generation(fd):
         grants = opened(fd)
         assert grants.generation == number
         grants.close()
+
+
+def test_servers_of_an_arena_that_comes_later_have_other_plans(fd):
+    """A rank's word of a plan may come when another supervisor's server listens."""
+    now, ids = 100.0, []
+    for arena in (1, 2, 3):
+        table = make_grants()
+        for _ in range(6):  # each an eighth of a second at least
+            grants = Grants(os.dup(table), arena, lambda now=now: now)
+            ids.append(first_plan(grants.life))
+            grants.close()
+            now += 0.125
+        os.close(table)
+    assert len(set(ids)) == len(ids)
+    assert first_plan(1 << 62) < 1 << 63
 
 
 def test_what_was_granted_of_another_arena_is_forgotten(fd):

@@ -8,6 +8,7 @@ import struct
 import pytest
 
 from kvtier.daemon import messages
+from kvtier.daemon import out as outs
 from kvtier.daemon.grants import Grants
 from kvtier.daemon.out import Outs
 from kvtier.errors import ProtocolError
@@ -34,6 +35,11 @@ def client(daemon):
 
 def worker(daemon, pid=RANK, engine="engine"):
     return daemon.client(pid, engine=engine, role="worker")
+
+
+def first(daemon, pid, engine="engine") -> int:
+    """Return from which plan on a rank that comes now may copy."""
+    return daemon.sessions.first_plan(worker(daemon, pid, engine).session)
 
 
 def out(daemon) -> int:
@@ -146,6 +152,31 @@ def test_a_plan_lasts_as_long_as_a_rank_may_execute_it(daemon, client, plan, lat
             rank.ended(plan)
             rank.ended(plan)
     assert out(daemon) == 0
+
+
+def test_a_rank_that_comes_when_a_plan_has_ended_does_not_execute_it(daemon, client, plan):
+    """The plan is on its way to it still; the slots are others' already."""
+    assert first(daemon, RANK) <= plan
+    daemon.kill(RANK)
+    assert out(daemon) == 1
+    daemon.kill(SCHEDULER)
+    assert out(daemon) == 0
+    assert got_by_another(daemon) & places(client)
+    assert first(daemon, OTHER_RANK) > plan
+    assert first(daemon, 77, "another") <= plan
+
+
+def test_nor_does_one_that_comes_after_a_restart(daemon, client, plan):
+    first(daemon, RANK)
+    daemon.restart()
+    assert first(daemon, OTHER_RANK) > plan
+
+
+def test_engines_that_are_over_are_forgotten_all_together(daemon, client, plan, monkeypatch):
+    monkeypatch.setattr(outs, "_MOST_OVER", 0)
+    daemon.kill(SCHEDULER)
+    assert not daemon.sessions._outs._over
+    assert first(daemon, RANK, "another") > plan
 
 
 def test_a_rank_that_has_closed_may_still_execute(daemon, client, plan):
@@ -318,8 +349,8 @@ def test_no_handle_of_an_earlier_server_names_another_ones(daemon, client, plan)
     client.save("a", 4)
     new_lease = client.lease("a", 4)
     new = client.issue(new_lease)
-    assert {new >> 40, new_lease >> 40, client.desk >> 40} == {2}
-    assert plan >> 40 == 1
+    assert {new_lease >> 40, client.desk >> 40} == {2}
+    assert (new >> outs.PLAN_BITS) - (plan >> outs.PLAN_BITS) == 1
 
 
 def test_the_slots_of_an_earlier_server_are_whole_again_for_larger_parts(daemon, client, old):
