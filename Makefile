@@ -58,6 +58,7 @@ bench: setup  ## measure everything beside its limit, into bench-*.json (half an
 	$(BIN)/python benchmarks/engine_step.py --json bench-engine-step.json
 	$(BIN)/python benchmarks/daemon.py --json bench-daemon.json
 	$(BIN)/python benchmarks/device.py --json bench-device.json
+	$(BIN)/python benchmarks/verify.py --json bench-verify.json
 
 sim: setup  ## 10,000 simulated schedules, and each named guard taken away once, into sim.json
 	@$(BIN)/kvtier sim --schedules 10000 --sweep 100 --mutate named --json sim.json
