@@ -6,8 +6,10 @@ import random
 
 import pytest
 
+from kvtier.testing.mortal import Mortal, figure, until
 from kvtier.testing.small_catalog import Clock
-from kvtier.testing.toy import BLOCK, CHUNK, prompt
+from kvtier.testing.toy import BLOCK, CHUNK, dram, prompt
+from kvtier.transfer import CopyResult, CopyStatus
 
 POOL, PINNED, TTL = 64, 8, 30.0
 TOKENS = PINNED * CHUNK
@@ -148,3 +150,27 @@ def test_without_deadlines_the_pool_would_be_pinned_for_good(engines, clock, mon
     assert len(plan.parts) == POOL - PINNED
     toy.cache.settle(plan, toy.pages.execute(plan, ()).result(20))
     lease.release()
+
+
+def test_what_a_daemons_clients_forget_ends_by_itself(nursery):
+    """They lease and forget, and close while plans are out; then the pool is free for others."""
+    daemon, rng = Mortal(nursery, dram(POOL)), random.Random(14)
+    careful = daemon.open()
+    careful.save("a", prompt(TOKENS, 1))
+    until(lambda: careful.cache.match(prompt(TOKENS + 1, 1)).tokens)
+    for _ in range(20):
+        careless, plans = daemon.open().cache, []
+        for _ in range(50):
+            match = careless.match(prompt(TOKENS + 1, 1))
+            lease = careless.lease(match, deadline=rng.choice([0.05, 600]))
+            if lease is not None and rng.random() < 0.5:
+                plans.append(careless.plan_load(lease, list(range(TOKENS // BLOCK))))
+            if lease is not None and rng.random() < 0.2:
+                lease.release()
+        careless.close()
+        for plan in filter(None, plans):  # its copies end after it
+            careless.settle(plan, CopyResult(CopyStatus.OK))
+    until(lambda: figure(careful, "leased_parts") == figure(careful, "plans_out") == 0)
+    careful.save("b", prompt(POOL * CHUNK, 2))
+    until(lambda: careful.cache.match(prompt(POOL * CHUNK + 1, 2)).tokens == POOL * CHUNK)
+    daemon.close()

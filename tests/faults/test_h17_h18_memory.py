@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
+from kvtier.testing.mortal import Mortal, serves, until
 from kvtier.testing.toy import CHUNK, NAMESPACE, Toy, prompt
 
 SHM = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
@@ -50,6 +51,22 @@ def test_a_killed_process_leaves_no_memory_behind(lmdb):
     toy = Toy(kvtier.open("dram:64MiB", lmdb, namespace=NAMESPACE))
     assert toy.load("load", prompt(257))[2]
     toy.close()
+
+
+def test_daemons_killed_twenty_times_leave_one_arena(nursery):
+    """H17: the supervisor is killed each time, its server goes with it, the client lets go."""
+    daemon, gone = Mortal(nursery, "dram:64MiB"), set()
+    toy = daemon.open()
+    for _ in range(20):
+        gone.add(str(toy.cache._desk.arena.id))
+        daemon.kill()
+        daemon.start()
+        until(lambda: toy.cache._desk.arena.id and str(toy.cache._desk.arena.id) not in gone)
+        mapped = {inode for maps in Path("/proc").glob("[0-9]*/maps") for inode in mappings(maps)}
+        assert not mapped & gone
+    assert [path for path in SHM.iterdir() if "kvtier" in path.name] == []
+    serves(toy)
+    daemon.close()
 
 
 def test_the_arena_has_no_name_that_another_could_remove(engines):
