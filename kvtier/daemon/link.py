@@ -322,7 +322,7 @@ class Link:
                 if up.calls.fileno() in ready:
                     self._take_late(up)
                 up.waits.turn()
-        except (OSError, ProtocolError) as error:
+        except Exception as error:  # noqa: BLE001  (a defect, too: nobody waits for ever)
             self._lose(up, error)
         self._bury(up)
 

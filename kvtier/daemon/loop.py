@@ -251,12 +251,13 @@ class Server:
                 self._deal_with(connection, *frame)
         except ProtocolError as error:
             self._refuse(connection, 0, error)
-        if self._held > self.limits.total:
+        self._held -= before - len(connection.incoming)
+        if connection.incoming and self._held > self.limits.total:
             busy = ProtocolError("the daemon has too much to read; connect again later")
             self._refuse(connection, 0, busy)
         if connection.ending:
+            self._held -= len(connection.incoming)
             connection.incoming.clear()
-        self._held -= before - len(connection.incoming)
         if connection.more and not connection.ending:
             self._more[connection] = None
         if connection.session is not None and not connection.ending:

@@ -19,6 +19,7 @@ import msgspec
 
 from kvtier.clock import monotonic
 from kvtier.daemon.grants import Grants
+from kvtier.daemon.limits import descriptors
 from kvtier.daemon.loop import Server
 from kvtier.daemon.sessions import Sessions
 from kvtier.daemon.settings import Settings, Started
@@ -52,6 +53,7 @@ def main() -> int:
     with socket.socket(fileno=link) as told, socket.socket(fileno=listening) as door:
         try:
             wanted = Settings.decode(os.pread(settings, _MOST_SETTINGS, 0))
+            descriptors()  # as many as may be, before there is one for each process of before
             sessions = _open(wanted, arena, grants)
             server = Server(door, sessions, sessions.welcome, arena, wanted.uid, monotonic)
         except (KvtierError, OSError, MemoryError) as error:

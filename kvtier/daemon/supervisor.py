@@ -176,7 +176,12 @@ class Supervisor:
         with ours:
             with theirs:
                 process = self._spawn(theirs.fileno())
-            pidfd = os.pidfd_open(process.pid)
+            try:
+                pidfd = os.pidfd_open(process.pid)
+            except OSError:  # it must not outlive the next one's start
+                process.kill()
+                process.wait()
+                raise
             self.server = process.pid
             try:
                 said = self._watch(ours, pidfd)

@@ -16,6 +16,7 @@ from kvtier.daemon import link as link_module
 from kvtier.daemon import messages
 from kvtier.daemon.link import Link
 from kvtier.daemon.mapped import MappedArena
+from kvtier.daemon.waits import Waits
 from kvtier.testing.mortal import Mortal, figure, serves, until
 from kvtier.testing.toy import CHUNK, NAMESPACE, dram, prompt
 from kvtier.transfer import CopyResult, CopyStatus
@@ -33,10 +34,23 @@ def test_who_fails_at_being_told_of_progress_hears_it_and_the_link_goes_on(daemo
     def fails(parts: int) -> None:
         raise ZeroDivisionError(parts)
 
-    for _ in range(2):  # with an answer that is still on its way
-        with pytest.raises(ZeroDivisionError):
-            toy.cache.purge(timeout=5, progress=fails)
-        serves(toy)
+    with pytest.raises(ZeroDivisionError):
+        toy.cache.purge(timeout=5, progress=fails)
+    serves(toy)  # also when the purge's own answer has come
+
+
+def test_a_defect_of_the_links_keeps_nobody_waiting(daemon, monkeypatch):
+    toy = daemon.open()
+    turn, fails = Waits.turn, iter([True])
+
+    def turned(self: Waits) -> None:
+        if self._waiting and next(fails, False):
+            raise RuntimeError
+        turn(self)
+
+    monkeypatch.setattr(Waits, "turn", turned)
+    assert toy.cache.fetch(toy.cache.match(TOKENS), timeout=60, deadline=60).result(10) is None
+    serves(toy)
 
 
 def test_plans_may_be_settled_while_the_link_comes_back(daemon):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
 import signal
@@ -287,3 +288,26 @@ def test_a_client_that_never_reads_is_dropped_and_others_are_served(supervised):
             for_ever(client.sock.sendall, frame)
         assert other.ask(Figures(), Answer)
     assert greeted(one.path)[0].generation == 1
+
+
+def test_a_server_that_nobody_could_end_is_not_left_behind(supervised, monkeypatch):
+    """Without a descriptor for it: else the next one would have its arena at the same time."""
+    one, began, opened = supervised(), [], os.pidfd_open
+    spawn = Supervisor._spawn
+
+    def spawned(self, link):
+        began.append(spawn(self, link))
+        return began[-1]
+
+    def none_left(pid):
+        if len(began) == 2 and pid == began[1].pid:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return opened(pid)
+
+    monkeypatch.setattr(Supervisor, "_spawn", spawned)
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    first = one.start()
+    os.kill(first.server, signal.SIGKILL)
+    soon(lambda: len(began) == 3 and one.server)
+    assert began[1].returncode == -signal.SIGKILL
+    assert greeted(one.path)[0].generation > 1

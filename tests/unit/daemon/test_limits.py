@@ -121,6 +121,19 @@ def test_what_all_together_have_begun_to_send_is_bounded(start):
     assert running.serves()
 
 
+def test_who_says_all_at_once_is_served_whatever_others_have_begun(start):
+    running = start(Limits(total=200_000))
+    body = HEADER.pack(b"KV", 1, 10, 1 << 20, 1)
+    with RawClient(running.path) as first, RawClient(running.path) as second:
+        first.greet()
+        second.greet()
+        first.sock.sendall(body + bytes(199_990 - len(body)))
+        soon(lambda: running.server._held == 199_990)
+        assert second.ask(Figures(), Answer).figures == {"one": 1.0}
+        assert running.sessions.open == 2
+    soon(lambda: running.server._held == 0)
+
+
 def test_without_that_bound_both_would_stay(start):
     running = start(Limits(total=1 << 30))
     body = HEADER.pack(b"KV", 1, 10, 1 << 20, 1)
