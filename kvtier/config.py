@@ -179,6 +179,11 @@ def parse_tier(url: str) -> TierConfig:
     check_kind("a tier's URL", url, str, ConfigError)
     scheme, colon, rest = url.partition(":")
     types = store_types()
+    if scheme == "unix":
+        raise ConfigError(
+            "unix: is a daemon, and no tier of another cache; open it alone, such as "
+            'kvtier.open("unix:/run/kvtier/kv.sock", ...)'
+        )
     if scheme not in types and scheme != "dram":
         raise unknown("tier", scheme, (*types, "dram"))
     if not colon:

@@ -30,6 +30,7 @@ _FLOCK: Final = struct.Struct("hhqqi4x")  # fcntl(2), struct flock on 64-bit Lin
 _PEER: Final = struct.Struct("iII")  # unix(7), struct ucred
 _DYING_POLLS: Final = 100
 _DYING_SECONDS: Final = 0.05
+_ENGINE: Final = "engine-"
 _PLAIN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,31}")
 
 _held: dict[str, None] = {}  # a POSIX lock does not keep out the process that has it
@@ -81,7 +82,7 @@ def rendezvous(engine: str) -> Path:
     name = engine
     if not _PLAIN.fullmatch(engine):
         name = hashlib.sha256(engine.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    return check_path(runtime_folder() / f"engine-{name}.sock")
+    return check_path(runtime_folder() / f"{_ENGINE}{name}.sock")
 
 
 def clear_dead(folder: Path) -> None:
@@ -300,7 +301,8 @@ def _lock_owner(number: int) -> int:
 
 def _taken(path: Path, owner: int) -> ConfigError:
     who = f"process {owner}" if owner else "another process"
-    return ConfigError(f"{path} is in use by {who}; stop it, or choose another socket")
+    what = "engine's id" if path.name.startswith(_ENGINE) else "socket"
+    return ConfigError(f"{path} is in use by {who}; stop it, or choose another {what}")
 
 
 os.register_at_fork(after_in_child=_held.clear)

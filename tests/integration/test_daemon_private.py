@@ -53,7 +53,7 @@ def test_it_is_found_by_the_engines_id_and_leaves_nothing(folder):
     with PrivateDaemon(DRAM, engine="one") as daemon, PrivateDaemon(DRAM, engine="two") as other:
         assert daemon.path == rendezvous("one") != other.path
         assert generation(daemon.path) == 1
-        with pytest.raises(kvtier.ConfigError, match=f"in use by process {os.getpid()}"):
+        with pytest.raises(kvtier.ConfigError, match=f"in use by process {os.getpid()}; .* id$"):
             PrivateDaemon(DRAM, engine="one")
         server = daemon.server
         daemon.close()

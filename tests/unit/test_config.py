@@ -64,6 +64,7 @@ def test_a_configuration_is_frozen():
 WRONG_URLS = {
     "unknown tier": ("lmbd:/kv?capacity=1GiB", "unknown tier 'lmbd'; did you mean 'lmdb'?"),
     "far tier": ("floppy:/kv", "choose from: dram, lmdb, memory, s3"),
+    "a daemon": ("unix:/run/kv.sock", "unix: is a daemon, and no tier of another cache; open it a"),
     "no scheme": ("/var/lib/kv?capacity=1GiB", "unknown tier"),
     "no colon": ("lmdb", "needs a colon: lmdb:"),
     "nothing": ("", "unknown tier ''"),
