@@ -73,6 +73,7 @@ class Moves:
         }
         self.sweeper = Sweeper(catalog, tiers, strays, clock)
         self._strays = strays
+        self._tiers = tiers
         self._fetcher = Fetcher(catalog, arena, tiers, strays)
         self._spillers = {
             number: Spiller(catalog, arena, number, tier, metrics, strays[number], clock)
@@ -324,6 +325,8 @@ class Moves:
             for spiller in self._spillers.values():
                 await spiller.expire()
             await self.sweeper.expire()
+            for tier in self._tiers.values():
+                tier.settle()
 
     def close(self) -> None:
         """End the hashing threads. The tiers are closed by their owner."""

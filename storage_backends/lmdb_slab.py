@@ -10,7 +10,8 @@ What keeps a read exact or absent:
 `durability` says when what was published or deleted is committed:
 
 * ``each``: before a call returns OK; calls that wait at the same time share one commit;
-* ``batch``: every 64 MiB or second, with the next call; when slots run out; at closing;
+* ``batch``: every 64 MiB or second, with the next call, which a Tier makes if nobody else does;
+  when slots run out; at closing;
 * ``none``: before a call returns, but nothing is synced. The records survive the process, and
   are discarded when the machine has restarted without a clean close.
 """

@@ -31,6 +31,7 @@ HUNG_SECONDS: Final = 30.0
 """A call that runs longer counts as hung."""
 
 _CLOSE_SECONDS: Final = 5.0
+_SETTLE_SECONDS: Final = 1.0  # after which a Store that gathers changes is called once more
 
 
 class Wanted(NamedTuple):
@@ -79,6 +80,8 @@ class Tier:
         self._running: dict[int, float] = {}
         self._tasks: dict[int, asyncio.Task[object]] = {}
         self._calls = 0
+        self._changed: float | None = None  # since when the Store may have what is not committed
+        self._settling: asyncio.Task[None] | None = None
 
     @property
     def available(self) -> bool:
@@ -128,15 +131,44 @@ class Tier:
             if status is Status.OK
         )
         self._metrics.add("spilled_bytes", written, tier=self.name)
+        self._note_change()
         return out
 
     async def delete(self, ids: Sequence[RecordId]) -> list[Status]:
         """Delete records."""
-        return await self._call(self.store.delete_many, list(ids), [Status.FAILED] * len(ids))
+        out = await self._call(self.store.delete_many, list(ids), [Status.FAILED] * len(ids))
+        self._note_change()
+        return out
 
     async def contains(self, ids: Sequence[RecordId]) -> list[Status]:
         """Say which records are there; a hint, since a shared tier changes by itself."""
         return await self._call(self.store.contains_many, list(ids), [Status.FAILED] * len(ids))
+
+    def settle(self) -> None:
+        """Let the Store commit what it has gathered, once nothing else has called it for a second.
+
+        To be called again and again, on the Flow. A Store that commits by time does it with a
+        call: without one, what a quiet cache wrote last would never be durable.
+        """
+        idle = self._settling is None or self._settling.done()
+        if self._changed is None or not idle or not self.available:
+            return
+        if self._clock() - self._changed >= _SETTLE_SECONDS:
+            self._changed = None
+            self._settling = asyncio.create_task(self._settle(), name=f"{self.name}-settle")
+
+    async def _settle(self) -> None:
+        def nothing(_: list[None]) -> list[Status]:
+            self.store.delete_many([])
+            return [Status.OK]
+
+        if await self._call(nothing, [None], [Status.FAILED]) != [Status.OK]:
+            self._note_change()
+
+    def _note_change(self) -> None:
+        kind = self.store.capabilities
+        if self._changed is None and kind.durable and not kind.shared:
+            self._changed = self._clock()
 
     async def listed(self, most: int) -> AsyncIterator[list[Header] | None]:
         """Yield the headers of all records, `most` at a time; None last when it failed.
