@@ -125,7 +125,10 @@ def parse_location(location: str) -> Place:
         raise ConfigError(f"credentials do not belong in a URL; {CREDENTIALS}")
     bucket, _, prefix = location.removeprefix("//").partition("/")
     if not location.startswith("//") or not _BUCKET.fullmatch(bucket):
-        raise ConfigError(f"{location!r} names no bucket; write the tier like s3://bucket/prefix")
+        raise ConfigError(
+            f"{location!r} names no bucket: 3 to 63 small letters, digits, dots and hyphens; "
+            "write the tier like s3://bucket/prefix"
+        )
     if not _PREFIX.fullmatch(prefix):
         raise ConfigError(
             f"the prefix {prefix!r} is too long, or has characters that not every S3 service "

@@ -108,7 +108,9 @@ def test_a_secret_in_the_url_is_refused_and_not_repeated(location, options):
     assert "hunter2" not in str(refused.value)
 
 
-@pytest.mark.parametrize("location", ["bucket/prefix", "//", "///prefix", "//B/x", "//bucket/a?b"])
+@pytest.mark.parametrize(
+    "location", ["bucket/prefix", "//", "///prefix", "//B/x", "//b/x", "//bucket/a?b"]
+)
 def test_a_malformed_location_is_refused(location):
     with pytest.raises(ConfigError):
         S3Store.open(location, None, {})
