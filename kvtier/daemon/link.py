@@ -150,7 +150,7 @@ class Link:
             if up is not self.up or (up.owed and not self._caught_up(up, until)):
                 return None
             reply = self._ask(up, seat, message, how, until)
-        except (OSError, ProtocolError) as error:
+        except (OSError, KvtierError) as error:
             self._lose(up, error)
             return None
         finally:

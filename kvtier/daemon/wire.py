@@ -69,7 +69,8 @@ class Wire:
     def take(self, until: float) -> tuple[int, Message] | None:
         """Return the next message with its number; None when time runs out.
 
-        Raises ConnectionError once the other side is gone or says so, and ProtocolError.
+        Raises ConnectionError once the other side is gone or says so, ProtocolError, and what
+        the daemon closes the connection for.
         """
         while (found := self._complete()) is None:
             left = until - monotonic()
@@ -86,6 +87,8 @@ class Wire:
             self._end += count
         if isinstance(found[1], Closing):
             raise ConnectionResetError("the daemon ends")
+        if isinstance(found[1], Failed) and not found[0]:
+            raise failure(found[1])
         return found
 
     def _complete(self) -> tuple[int, Message] | None:

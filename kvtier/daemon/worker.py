@@ -81,7 +81,8 @@ class Worker:
     def ended(self, plan: int) -> None:
         """Say that this process copies a plan no more, or never will. Never waits for the daemon.
 
-        plan: its id. What cannot be said now is said when the daemon is back.
+        plan: its id. Where several ranks are in one process, it is said when none of them does.
+        What cannot be said now is said when the daemon is back.
         """
         if os.getpid() != self._pid:
             raise MisuseError("a rank's connection does not cross fork; bind in the child")

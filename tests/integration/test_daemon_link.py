@@ -53,6 +53,15 @@ def test_a_defect_of_the_links_keeps_nobody_waiting(daemon, monkeypatch):
     serves(toy)
 
 
+def test_why_the_daemon_closed_a_connection_is_said(daemon, caplog):
+    toy = daemon.open()
+    link, before = toy.cache._desk.link, toy.cache._desk.link.up
+    before.calls._link.sendall(bytes(16))
+    until(lambda: link.up not in (None, before))
+    assert "this is not the protocol of kvtier" in caplog.text
+    serves(toy)
+
+
 def test_plans_may_be_settled_while_the_link_comes_back(daemon):
     toy = daemon.open()
     plans = [toy.cache.plan_save(toy.cache.prefix(prompt(65, at)), range(4)) for at in (1, 2)]
