@@ -13,8 +13,9 @@ The last line is a JSON object:
 wrong_bytes           bytes loaded, in words of 8 that were not what the tokens say
 hangs                 steps of a client, its opening and its end included, longer than 25 s
 leaked_leases         slots that the daemon still holds for somebody when all clients have ended
-arenas_alive_max      arenas mapped at once, but in the second after another daemon has started, and
-                      by processes that are stopped or were a second ago
+arenas_alive_max      arenas mapped at once when the daemon has answered for half a second, in which
+                      all clients look for it again; not in the second after another daemon has
+                      started, and not by processes that are stopped or were a second ago
 resumed_within_s_max  from the daemon's first answer after a kill to that of a client that was not
                       stopped meanwhile; it pauses up to 0.25 s of its own between two prompts
 errors                exceptions in clients; refusals and misses are none
@@ -49,9 +50,10 @@ from kvtier.testing.with_parent import fork_with_parent
 __all__ = ["Soak", "main"]
 
 _TICK_SECONDS: Final = 0.02
-_LOOK_SECONDS: Final = 0.5  # between two looks at what is mapped
+_LOOK_SECONDS: Final = 0.25  # between two looks at what is mapped
 _HUNG_SECONDS: Final = 25.0  # opening may take 10 s to find a daemon, and as many to join
 _SERVER_SECONDS: Final = 2.0  # between two kills
+_AGAIN_SECONDS: Final = 0.5  # the longest that a client waits before it looks for a daemon again
 _LET_GO_SECONDS: Final = 1.0  # in which memory that is gone may be mapped still
 _CHUNKS: Final = 192  # in DRAM; the prompts have more than twice as many
 _HELD: Final = ("kvtier_leased_parts", "kvtier_quarantined_slots", "kvtier_plans_out")
@@ -125,7 +127,8 @@ class Soak:
         for one in self._crew:
             self._look_at(one, now)
         self._resumed()
-        if now > self._looked + _LOOK_SECONDS and now > self._began + _LET_GO_SECONDS:
+        settled = self._returned and now > self._returned + _AGAIN_SECONDS
+        if settled and now > max(self._looked + _LOOK_SECONDS, self._began + _LET_GO_SECONDS):
             self._looked = now
             pids = [
                 one.pid
