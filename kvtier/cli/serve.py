@@ -80,9 +80,13 @@ class _Teller:
             text = msgspec.json.encode({"event": event, **said}).decode()
         else:
             text = f"{event}: " + ", ".join(f"{name} {value}" for name, value in said.items())
-        with contextlib.suppress(OSError):  # whoever read it is gone; the daemon goes on
+        try:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
+        except OSError:  # whoever read it is gone; the daemon goes on, and ends well
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, sys.stdout.fileno())
+            os.close(nothing)
 
 
 def _run(found: Sequence[Principal], tell: _Teller) -> int:

@@ -21,6 +21,8 @@ __all__ = ["Wire", "connect", "failure", "wait_for_daemon"]
 
 _BUFFER_BYTES: Final = 128 << 10
 _AGAIN_SECONDS: Final = 0.05
+_SPIN_SECONDS: Final = 0.0001
+"""An answer is looked for so long before its thread sleeps: to wake up takes longer than most."""
 _WANTING: Final = frozenset((errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 
 
@@ -72,15 +74,16 @@ class Wire:
         Raises ConnectionError once the other side is gone or says so, ProtocolError, and what
         the daemon closes the connection for.
         """
+        spin = min(monotonic() + _SPIN_SECONDS, until)
         while (found := self._complete()) is None:
-            left = until - monotonic()
-            if not self._poll_in.poll(max(left, 0) * 1e3):
-                if left <= 0:
-                    return None
-                continue
             try:
                 count = self._link.recv_into(self._view[self._end :])
             except BlockingIOError:
+                now = monotonic()
+                if now < spin:
+                    continue
+                if not self._poll_in.poll(max(until - now, 0) * 1e3) and now >= until:
+                    return None
                 continue
             if not count:
                 raise ConnectionResetError("the daemon has closed the connection")

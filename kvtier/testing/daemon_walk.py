@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
 from kvtier.daemon import messages
-from kvtier.daemon.out import PLAN_BITS
+from kvtier.daemon.out import PLAN_BITS, first_plan
 from kvtier.memory.arena import Slot
 from kvtier.testing.small_daemon import CHUNK, PART_BYTES, Client, SmallDaemon, prompt
 
@@ -355,9 +355,12 @@ class Walk:
         above = {index.parent[row] for row in saving} - {-1}
         return {index.slot(row) for row in above if index.serial[row]}
 
+    def _fresh(self, plan: _Plan) -> bool:
+        """Say whether the server that runs now issued it."""
+        return plan.number >> PLAN_BITS == first_plan(self.daemon.grants.life) >> PLAN_BITS
+
     def _check_charges(self) -> None:
         """A save counts as long as it is out, a lease as long as it or a plan of it lasts."""
-        generation = self.daemon.generation
         charged: Counter[bytes] = Counter()
         leases = {
             lease: (client, nbytes)
@@ -367,7 +370,7 @@ class Walk:
         }
         for plan in self.plans:
             nbytes = sum(slot.nbytes for slot in plan.slots)
-            if plan.lease and plan.number >> PLAN_BITS == generation:
+            if plan.lease and self._fresh(plan):
                 leases[plan.lease] = (plan.client, nbytes)
             else:
                 charged[plan.client.token] += nbytes
@@ -376,9 +379,7 @@ class Walk:
         assert self.daemon.sessions._outs._charged == charged
         most = _SLOTS * PART_BYTES // 2
         for client in self.clients:
-            old = [
-                p for p in self.plans if p.client is client and p.number >> PLAN_BITS != generation
-            ]
+            old = [p for p in self.plans if p.client is client and not self._fresh(p)]
             assert charged[client.token] <= most or old
 
     def end(self) -> None:

@@ -161,6 +161,7 @@ def test_a_rank_that_comes_when_a_plan_has_ended_does_not_execute_it(daemon, cli
     assert out(daemon) == 1
     daemon.kill(SCHEDULER)
     assert out(daemon) == 0
+    daemon.depot.flush(5.0)  # a save is taken back in the background
     assert got_by_another(daemon) & places(client)
     assert first(daemon, OTHER_RANK) > plan
     assert first(daemon, 77, "another") <= plan
