@@ -30,9 +30,26 @@ from kvtier.engine.spans import StateCopy
 from kvtier.identity.geometry import Component
 from kvtier.testing.inside import inside
 
-__all__ = ["RANKS", "Ranks", "main"]
+__all__ = ["KINDS", "RANKS", "SHAPE", "Ranks", "main"]
 
 RANKS: Final = 2
+KINDS: Final = (Kind.WINDOW, Kind.LATENT, Kind.RECURRENT, Kind.FULL)
+SHAPE: Final = HybridConfig(
+    ModelConfig(
+        vocab_size=97,
+        layers=len(KINDS),
+        hidden_size=48,
+        heads=4,
+        kv_heads=2,
+        head_size=16,
+        intermediate_size=80,
+        context_tokens=1024,
+    ),
+    KINDS,
+    window=40,
+)
+"""A model with every kind of layer, small enough for tests."""
+
 _ANSWER_SECONDS: Final = 30.0
 _IDLE_SECONDS: Final = 0.001
 

@@ -15,25 +15,14 @@ import pytest
 import kvtier
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.cpu import CpuDevice
-from kvtier.engine import Engine, HybridConfig, Kind, ModelConfig, Sampling, random_hybrid
+from kvtier.engine import Engine, Sampling, random_hybrid
 from kvtier.testing.daemon import running
-from kvtier.testing.ranked import RANKS, Ranks
+from kvtier.testing.ranked import RANKS, SHAPE, Ranks
 from kvtier.testing.served import Served
 from kvtier.testing.serving import CHUNK
 
 SAMPLING = Sampling(max_tokens=8)
 SEED = 1
-SIZES = ModelConfig(
-    vocab_size=97,
-    layers=4,
-    hidden_size=48,
-    heads=4,
-    kv_heads=2,
-    head_size=16,
-    intermediate_size=80,
-    context_tokens=1024,
-)
-SHAPE = HybridConfig(SIZES, (Kind.WINDOW, Kind.LATENT, Kind.RECURRENT, Kind.FULL), window=40)
 SECONDS = 20
 _numbers = itertools.count()
 

@@ -14,9 +14,7 @@ from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import (
     Engine,
-    HybridConfig,
     Kind,
-    ModelConfig,
     Sampling,
     Span,
     random_hybrid,
@@ -24,23 +22,11 @@ from kvtier.engine import (
 from kvtier.engine.ranks import RankModel
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Needs
-from kvtier.testing.ranked import RANKS, Ranks
+from kvtier.testing.ranked import KINDS, RANKS, SHAPE, Ranks
 from kvtier.testing.serving import CHUNK, GatedStore
 
 SAMPLING = Sampling(max_tokens=8)
 SEED = 1
-SIZES = ModelConfig(
-    vocab_size=97,
-    layers=4,
-    hidden_size=48,
-    heads=4,
-    kv_heads=2,
-    head_size=16,
-    intermediate_size=80,
-    context_tokens=1024,
-)
-KINDS = (Kind.WINDOW, Kind.LATENT, Kind.RECURRENT, Kind.FULL)
-SHAPE = HybridConfig(SIZES, KINDS, window=40)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
