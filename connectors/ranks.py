@@ -24,6 +24,7 @@ from kvtier.transfer import CopyStatus, CopyTransfer
 __all__ = ["Channel", "RankCopies", "RankedPages"]
 
 _LENGTH: Final = struct.Struct("<I")
+_SEND_SECONDS: Final = 5.0
 
 
 def _untold(plan_id: int) -> None:
@@ -37,15 +38,25 @@ class Channel:
         self._link = link
         self._data = bytearray()
         self.closed = False
+        self._jammed = False
 
-    def send(self, *message: object) -> None:
-        """Send one message; once the other side is gone, nothing happens. Blocks."""
+    def send(self, *message: object) -> bool:
+        """Send one message; say whether it went out. Blocks five seconds at most.
+
+        False, now and from then on, once the other side is gone, or has not read for so long: a
+        message that went out in part is never whole there.
+        """
+        if self.closed or self._jammed:
+            return False
         data = msgspec.msgpack.encode(message)
         try:
-            self._link.settimeout(None)
+            self._link.settimeout(_SEND_SECONDS)
             self._link.sendall(_LENGTH.pack(len(data)) + data)
+        except TimeoutError:
+            self._jammed = True
         except OSError:
             self.closed = True
+        return not (self.closed or self._jammed)
 
     def receive(self, timeout: float | None) -> list[Any] | None:
         """Return the next message; None when none came in `timeout` seconds, or it is closed."""
@@ -110,11 +121,11 @@ class RankedPages:
     def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
         """Send a plan to all ranks. after: each rank has its own compute, which it waits for."""
         del after
-        for channel in self._channels:
-            channel.send("plan", bytes(plan))
-        fences = [
-            _RankFence(self, rank, (plan.arena, plan.id)) for rank in range(len(self._channels))
-        ]
+        which = (plan.arena, plan.id)
+        for rank, channel in enumerate(self._channels):
+            if not channel.send("plan", bytes(plan)) and not channel.closed:
+                self._outcomes[rank, which] = "takes no plans; is it stopped?"  # nor executes this
+        fences = [_RankFence(self, rank, which) for rank in range(len(self._channels))]
         blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
         return CopyTransfer(fences, plan.tokens, blocks)
 

@@ -7,9 +7,11 @@ it can still write to is given to nobody else.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
+from collections import deque
 from pathlib import Path
 from typing import Any, Final
 
@@ -51,7 +53,7 @@ class Worker:
         self._session = b""
         self._pid = 0
         self._wire: Wire | None = None
-        self._unsaid: list[Ended] = []
+        self._unsaid: deque[Ended] = deque()
         self._lock = threading.Lock()  # of the wire and what it has to say
         self._wake = -1
         self._closing = False
@@ -89,13 +91,15 @@ class Worker:
         with self._lock:
             self._unsaid.append(Ended(plan >> PLAN_BITS, plan))
             self._say()
+            if self._unsaid:
+                self._poke()
 
     def close(self) -> None:
         """Close the connection, and let the arena go. Idempotent."""
         if os.getpid() != self._pid or self._closing or self._thread is None:
             return
         self._closing = True
-        os.eventfd_write(self._wake, 1)
+        self._poke()
         self._thread.join()  # it waits for nobody longer than a greeting
         self.arena.unmap()
         os.close(self._wake)
@@ -110,7 +114,7 @@ class Worker:
             return
         self._session = os.urandom(16)
         self._lock = threading.Lock()  # a parent's may have been held as it forked
-        self._unsaid, self._wire, self.arena = [], None, MappedArena()
+        self._unsaid, self._wire, self.arena = deque(), None, MappedArena()
         wait_for_daemon(self.path, self._come_up, timeout)
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
@@ -138,9 +142,10 @@ class Worker:
         """Send what was not said. Called under the lock."""
         wire = self._wire
         try:
-            while self._unsaid and wire is not None and not wire.unsent:
-                wire.put(encode(self._unsaid[0]), 0.0)
-                self._unsaid.pop(0)
+            if wire is not None:
+                while self._unsaid and wire.put(b"", 0.0):
+                    wire.put(encode(self._unsaid[0]), 0.0)
+                    self._unsaid.popleft()
         except OSError:
             wire = None  # the thread sees it, too
 
@@ -172,13 +177,14 @@ class Worker:
         poll.register(self._wake, select.POLLIN)
         while not self._closing:
             poll.register(wire, select.POLLIN | (select.POLLOUT if wire.unsent else 0))
-            poll.poll(_LATEST * 1e3 if wire.unsent else None)
+            poll.poll()
+            self._heard()
             try:
                 wire.take(0.0)
                 with self._lock:
                     wire.put(b"", 0.0)
                     self._say()
-            except (OSError, KvtierError) as error:
+            except Exception as error:  # noqa: BLE001  (a defect, too: the daemon's end is noticed)
                 if not self._closing:
                     self._reporter.warn(f"the daemon at {self.path}", str(error))
                 with self._lock:
@@ -189,3 +195,13 @@ class Worker:
     def _pause(self, seconds: float) -> None:
         """Wait, or until this is closed."""
         select.select([self._wake], [], [], seconds)
+        self._heard()
+
+    def _poke(self) -> None:
+        """Let the thread look again."""
+        os.eventfd_write(self._wake, 1)
+
+    def _heard(self) -> None:
+        """Take note of what it was poked for; what that was, it sees."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
