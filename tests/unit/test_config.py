@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.tiers.store import Option, Store
 
 LMDB = "lmdb:/kv?capacity=1GiB"
-BUILT_IN = {"lmdb", "memory", "s3"}
+BUILT_IN = {"files", "lmdb", "memory", "s3"}
 
 
 # ------------------------------------------------------------------------------------------ right
@@ -63,7 +63,7 @@ def test_a_configuration_is_frozen():
 
 WRONG_URLS = {
     "unknown tier": ("lmbd:/kv?capacity=1GiB", "unknown tier 'lmbd'; did you mean 'lmdb'?"),
-    "far tier": ("floppy:/kv", "choose from: dram, lmdb, memory, s3"),
+    "far tier": ("floppy:/kv", "choose from: dram, files, lmdb, memory"),
     "a daemon": ("unix:/run/kv.sock", "unix: is a daemon, and no tier of another cache; open it a"),
     "no scheme": ("/var/lib/kv?capacity=1GiB", "unknown tier"),
     "no colon": ("lmdb", "needs a colon: lmdb:"),
