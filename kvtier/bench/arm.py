@@ -1,28 +1,23 @@
 """``python -m kvtier.bench.arm THREADS``: one arm of a benchmark, in a process of its own.
 
-Reads requests from stdin and answers on stdout, one JSON line each; see ``messages``. Ends when
-stdin does.
+See ``answering`` for how it is told what to do.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
-import msgspec
 import torch
 
 import kvtier
+from kvtier.bench.answering import answer_all, build, read_bytes
 from kvtier.bench.messages import (
     Build,
     Built,
     Done,
     Empty,
-    Failed,
     LoadModel,
     ModelLoaded,
     Open,
@@ -34,13 +29,6 @@ from kvtier.bench.messages import (
     Served,
 )
 from kvtier.bench.models import BLOCK_TOKENS, BenchModel, load_model
-from kvtier.bench.workloads import (
-    MultiTurn,
-    SharedPrefix,
-    conversations,
-    distinct_prompts,
-    shared_prefixes,
-)
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.base import Device
 from kvtier.device.chaos import ChaosDevice
@@ -98,18 +86,10 @@ class Arm:
             sha256=namespace.revision,
             context_tokens=self._loaded.model.config.context_tokens,
             bytes_per_token=namespace.geometry.bytes_per_token,
-            torch=str(torch.__version__),
         )
 
     def _build(self, request: Build) -> Built:
-        encode, shape = self._model().encode, request.shape
-        if isinstance(shape, SharedPrefix):
-            groups = shared_prefixes(encode, shape, request.seed, request.chunk_tokens)
-            return Built(groups=groups)
-        if isinstance(shape, MultiTurn):
-            talks = conversations(encode, shape, request.seed, request.chunk_tokens)
-            return Built(conversations=talks)
-        return Built(prompts=distinct_prompts(encode, shape, request.seed))
+        return build(request, self._model().encode)
 
     def _open(self, request: Open) -> None:
         loaded = self._model()
@@ -135,9 +115,9 @@ class Arm:
 
     def _serve(self, request: Serve) -> Served:
         engine = self._running()
-        read, fetched = _read_bytes(), self._fetched()
+        read, fetched = read_bytes(), self._fetched()
         [answer] = engine.generate([request.tokens], Sampling(max_tokens=request.output_len))
-        read, fetched_now = _read_bytes() - read, self._fetched()
+        read, fetched_now = read_bytes() - read, self._fetched()
         self._write_down(engine)
         stats = answer.finish.stats
         first, last = stats.first_token or 0.0, stats.last_token or 0.0
@@ -186,42 +166,7 @@ def main() -> None:
     """Answer until stdin ends."""
     torch.set_num_threads(int(sys.argv[1]))
     torch.use_deterministic_algorithms(mode=True)
-    arm = Arm()
-    with _own_stdout() as out:
-        try:
-            for line in _lines():
-                out.write(_answer(arm, line) + b"\n")
-                out.flush()
-        finally:
-            arm.close()
-    # All is closed. Without this, torch takes a second to come down.
-    sys.stderr.flush()
-    os._exit(0)
-
-
-def _answer(arm: Arm, line: bytes) -> bytes:
-    try:
-        reply = arm.answer(msgspec.json.decode(line, type=Request))
-    except KvtierError as error:
-        reply = Failed(str(error))
-    return msgspec.json.encode(reply)
-
-
-def _lines() -> Iterator[bytes]:
-    yield from sys.stdin.buffer
-
-
-def _own_stdout() -> BinaryIO:
-    """Keep stdout for answers: whatever else prints goes to stderr."""
-    mine = os.dup(1)
-    os.dup2(2, 1)
-    return os.fdopen(mine, "wb")
-
-
-def _read_bytes() -> int:
-    """Return what the kernel counted that this process read from block devices."""
-    lines = Path("/proc/self/io").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes:"))
+    answer_all(Arm())
 
 
 if __name__ == "__main__":

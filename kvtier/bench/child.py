@@ -31,14 +31,22 @@ R = TypeVar("R", bound=Reply)
 class Child:
     """One process that answers requests, as a context manager. For one thread.
 
-    log: the file that gets what it says on stderr; None: this process's own stderr.
+    program: the module that it runs. log: the file that gets what it says on stderr; None: this
+    process's own stderr.
     env: variables to set besides those of this process, or to unset (None).
     """
 
     def __init__(
-        self, name: str, *, threads: int, log: Path | None, env: Mapping[str, str | None]
+        self,
+        name: str,
+        *,
+        program: str,
+        threads: int,
+        log: Path | None,
+        env: Mapping[str, str | None],
     ) -> None:
         self.name = name
+        self._program = program
         self._threads = threads
         self._log = log
         limits = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -47,7 +55,7 @@ class Child:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        command = [sys.executable, "-m", "kvtier.bench.arm", str(self._threads)]
+        command = [sys.executable, "-m", self._program, str(self._threads)]
         stderr = self._log.open("wb") if self._log else None
         try:
             self._process = subprocess.Popen(  # noqa: S603  (our own command)

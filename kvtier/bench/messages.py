@@ -34,20 +34,24 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 
 
 class LoadModel(_Message, frozen=True):
-    """Load a model: ``smollm2``, ``random``, or the path of a GGUF file."""
+    """Load a model: ``smollm2``, ``random``, or the path of a GGUF file; in vLLM, of a folder.
+
+    folder: where all arms find a model that one of them has to make.
+    """
 
     model: str
     chunk_tokens: int
+    folder: str = ""
 
 
 class ModelLoaded(_Message, frozen=True):
-    """sha256: of the weights' file; empty where there is none."""
+    """sha256: of the weights' file; empty where there is none. engine: what serves it."""
 
     name: str
     sha256: str
     context_tokens: int
     bytes_per_token: int
-    torch: str
+    engine: str = ""
 
 
 class Build(_Message, frozen=True):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from kvtier.bench.settings import RANDOM, SMOLLM2
+from kvtier.bench.texts import encode_bytes
 from kvtier.bench.workloads import Encode
 from kvtier.engine import (
     Model,
@@ -23,8 +23,6 @@ __all__ = ["BLOCK_TOKENS", "BenchModel", "load_model"]
 
 BLOCK_TOKENS: Final = 16
 
-_CONTROL: Final = {"<|im_start|>": 256, "<|im_end|>": 257}
-_PIECES: Final = re.compile("|".join(map(re.escape, _CONTROL)) + "|.", re.DOTALL)
 _RANDOM: Final = ModelConfig(
     vocab_size=258,
     layers=2,
@@ -50,7 +48,7 @@ def load_model(name: str, chunk_tokens: int) -> BenchModel:
     if name == RANDOM:
         weights = random_weights(_RANDOM)
         return BenchModel(
-            Model(weights), _bytes, _namespace("random", "", weights.config, chunk_tokens)
+            Model(weights), encode_bytes, _namespace("random", "", weights.config, chunk_tokens)
         )
     path = find_checkpoint() if name == SMOLLM2 else Path(name)
     weights, tokenizer = load_checkpoint(path)
@@ -65,11 +63,3 @@ def _namespace(name: str, sha256: str, config: ModelConfig, chunk_tokens: int) -
         chunk_tokens=chunk_tokens,
     )
     return Namespace(name, geometry, revision=sha256, quantisation="computed in float32")
-
-
-def _bytes(text: str) -> list[int]:
-    """Encode text for a model without a tokenizer: its bytes, and the template's two marks."""
-    ids: list[int] = []
-    for piece in _PIECES.findall(text):
-        ids += [_CONTROL[piece]] if piece in _CONTROL else piece.encode()
-    return ids

@@ -109,7 +109,11 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A run. prefill_over_plain_torch: how fast the engine's prefill is next to plain torch."""
+    """A run.
+
+    engine: what served, where that was another than kvtier's own. prefill_over_plain_torch: how
+    fast the engine's prefill is next to plain torch.
+    """
 
     workload: str
     model: str
@@ -119,6 +123,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arms: list[ArmReport]
     problems: list[str]
     seconds: float
+    engine: str = ""
     prefill_over_plain_torch: float | None = None
     prefill_over_plain_torch_spread: Ratio | None = None
 

@@ -53,6 +53,7 @@ def run(settings: Settings, shape: Shape, tell: Tell, *, details: bool = False) 
         machine=machine(),
         arms=arms,
         problems=wrong,
+        engine=outcome.model.engine,
         seconds=round(time.monotonic() - begin, 1),
         prefill_over_plain_torch=plain.median if plain else None,
         prefill_over_plain_torch_spread=plain,

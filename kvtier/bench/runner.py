@@ -69,6 +69,10 @@ PLANS: Final = {
 }
 
 
+PROGRAMS: Final = {"kvtier": "kvtier.bench.arm", "vllm": "kvtier.bench.vllm_arm"}
+"""What an arm's process runs, by engine."""
+
+
 class Outcome(NamedTuple):
     """samples: of each arm, in the order of requests. plain: pairs of seconds, plain and engine."""
 
@@ -89,7 +93,7 @@ class Bench:
         self._place = place
         self._tell = tell
         self._children: dict[str, Child] = {}
-        self._load = LoadModel(settings.model, settings.chunk_tokens)
+        self._load = LoadModel(settings.model, settings.chunk_tokens, str(place.directory))
         self._stack = contextlib.ExitStack()
         self._steps = (0, 1)
         self._dram = _LEAST_DRAM
@@ -202,7 +206,13 @@ class Bench:
 
     def _child(self, name: str) -> Child:
         log = None if self.settings.verbose else self._place.directory / f"{name}.log"
-        return Child(name, threads=self.settings.threads, log=log, env=self._place.env)
+        return Child(
+            name,
+            program=PROGRAMS[self.settings.engine],
+            threads=self.settings.threads,
+            log=log,
+            env=self._place.env,
+        )
 
 
 def _check_capacity(option: str, given: int, need: int) -> None:
@@ -222,7 +232,7 @@ def shared_prefix(settings: Settings, shape: SharedPrefix, place: Place, tell: T
         _serve_group(bench, groups[0], shape, turn=0, is_timed=False)
         for turn, group in enumerate(groups[1:], 1):
             _serve_group(bench, group, shape, turn=turn, is_timed=True)
-            if "recompute" in settings.arms and len(plain) < _PLAIN_RUNS:
+            if settings.compares_with_torch and len(plain) < _PLAIN_RUNS:
                 engine = bench.samples["recompute"][-1].served.ttft_s
                 plain.append((bench.plain(group.prefix + group.timed[-1]), engine))
         bench.clean()

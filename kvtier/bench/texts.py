@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import random
 import re
+import zlib
 from pydoc_data import topics
 from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["QUESTIONS", "Corpus"]
+__all__ = ["QUESTIONS", "WORDS", "Corpus", "encode_bytes", "encode_words"]
+
+_CONTROL: Final = {"<|im_start|>": 256, "<|im_end|>": 257}
+_WORD: Final = re.compile(r"<\|im_start\|>|<\|im_end\|>|\s*\w{1,4}|\s*[^\w\s<]+|\s*<|\s+")
+WORDS: Final = 4096
+"""How many ids ``encode_words`` has."""
+
+_PIECES: Final = re.compile("|".join(map(re.escape, _CONTROL)) + "|.", re.DOTALL)
 
 QUESTIONS: Final = (
     "What is the main subject of this text?",
@@ -74,3 +82,19 @@ class Corpus:
         while (left := left - len(pieces[-1])) > 0:
             pieces.append(self._text[:left])
         return "".join(pieces)
+
+
+def encode_bytes(text: str) -> list[int]:
+    """Encode text for a model without a tokenizer: its bytes, and the template's two marks."""
+    ids: list[int] = []
+    for piece in _PIECES.findall(text):
+        ids += [_CONTROL[piece]] if piece in _CONTROL else piece.encode()
+    return ids
+
+
+def encode_words(text: str) -> list[int]:
+    """Encode text for a model without a tokenizer: ids of its words, about as long as real ones.
+
+    Two words may have one id.
+    """
+    return [zlib.crc32(piece.encode()) % WORDS for piece in _WORD.findall(text)]

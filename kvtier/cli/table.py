@@ -83,9 +83,10 @@ def _notes(report: Report) -> list[str]:
         spread = _spread(report.prefill_over_plain_torch_spread)
         lines.append(f"The engine's prefill runs at {spread} of plain torch's speed.")
     threads = report.args["threads"]
+    how = f"in {report.engine}, float32" if report.engine else "float32 with KV in bfloat16"
     lines.append(
-        f"{report.model} on {report.machine.cpu}, {threads} torch thread(s), float32 with KV in "
-        "bfloat16. It shows that answers are exact and where the bytes come from, on a small "
+        f"{report.model} on {report.machine.cpu}, {threads} torch thread(s), {how}. "
+        "It shows that answers are exact and where the bytes come from, on a small "
         "model and a CPU; it does not show the speed of a GPU."
     )
     return lines

