@@ -74,6 +74,7 @@ _ROWS: Final = (
     _gauge("leased_parts", "parts", "Parts under a lease, a spill or a copy"),
     _gauge("pinned_parts", "parts", "Parts that pins keep in DRAM"),
     _gauge("quarantined_slots", "slots", "Slots that wait for the fence of an expired plan"),
+    _counter("server_restarts", "servers", "Servers of a daemon that ended, or hung", "reason"),
     _gauge("sessions", "sessions", "Clients of a daemon that are connected"),
     _gauge("plans_out", "plans", "Plans of a daemon's clients whose copies have not ended"),
     _gauge("quarantined_bytes", "bytes", "Bytes in plans of clients that are not connected"),

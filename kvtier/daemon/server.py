@@ -6,6 +6,7 @@ Its supervisor starts it, with all that outlives it as inherited descriptors.
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import logging
 import os
@@ -21,6 +22,7 @@ from kvtier.clock import monotonic
 from kvtier.daemon.grants import Grants
 from kvtier.daemon.limits import descriptors
 from kvtier.daemon.loop import Server
+from kvtier.daemon.pulse import Pulse
 from kvtier.daemon.sessions import Sessions
 from kvtier.daemon.settings import Settings, Started
 from kvtier.depot import Depot
@@ -39,9 +41,10 @@ def main() -> int:
     """Serve until SIGTERM; return the exit status.
 
     Arguments: the numbers of the descriptors of the listening socket, arena, grants, settings and
-    of the link to the supervisor; the supervisor's process.
+    of the link to the supervisor; the supervisor's process; and how many servers have ended there,
+    and how many have hung.
     """
-    listening, arena, grants, settings, link, parent = map(int, sys.argv[1:])
+    listening, arena, grants, settings, link, parent, ended_so, hung_so = map(int, sys.argv[1:])
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1
@@ -51,14 +54,20 @@ def main() -> int:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
     with socket.socket(fileno=link) as told, socket.socket(fileno=listening) as door:
+        pulse = Pulse(told, monotonic)
         try:
             wanted = Settings.decode(os.pread(settings, _MOST_SETTINGS, 0))
             descriptors()  # as many as may be, before there is one for each process of before
-            sessions = _open(wanted, arena, grants)
+            depot = pulse.through(functools.partial(_depot, wanted, arena))
+            pulse.flow = depot.flow
+            table = Grants(grants, depot.arena.id)
+            sessions = Sessions(depot, table, monotonic, share=wanted.share, beat=pulse.beat)
             server = Server(door, sessions, sessions.welcome, arena, wanted.uid, monotonic)
         except (KvtierError, OSError, MemoryError) as error:
             told.send(msgspec.json.encode(Started(wrong=_wrong(error))))
             return 1
+        depot.metrics.add("server_restarts", ended_so, reason="ended")
+        depot.metrics.add("server_restarts", hung_so, reason="hung")
         # What is there stays; and leases come and go by the thousand, but in no cycles.
         gc.freeze()
         gc.set_threshold(_GARBAGE)
@@ -72,17 +81,15 @@ def main() -> int:
         told.send(msgspec.json.encode(Started(welcome.generation, os.getpid(), welcome.tiers)))
         server.serve()
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        sessions.close()
+        pulse.through(sessions.close)
         server.close()
     return 0
 
 
-def _open(settings: Settings, arena: int, grants: int) -> Sessions:
-    """Open the tiers, and take what the server before had granted. Blocks."""
+def _depot(settings: Settings, arena: int) -> Depot:
+    """Open the tiers. Blocks."""
     memory = Arena(0, fd=os.dup(arena))
-    depot = Depot.open(settings.config(), monotonic, ThreadFlow(), memory)
-    table = Grants(grants, depot.arena.id)
-    return Sessions(depot, table, monotonic, share=settings.share)
+    return Depot.open(settings.config(), monotonic, ThreadFlow(), memory)
 
 
 def _wrong(error: Exception) -> str:

@@ -5,7 +5,8 @@ clients who come while there is no server wait for the next one; the arena, so t
 there once; and the table of grants, which clients cannot reach.
 
 A server ends with it, however it ends: by the parent-death signal of the thread that started it,
-which stays, and by the socket between both, which closes.
+which stays, and by the socket between both, which closes. A server that hangs is killed: it has
+a pulse, see ``pulse``, and is silent then.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import msgspec
 from kvtier.clock import Clock, monotonic
 from kvtier.daemon.grants import make_grants
 from kvtier.daemon.place import Place
+from kvtier.daemon.pulse import BEAT, BEAT_SECONDS, Silence
 from kvtier.daemon.settings import Settings, Started
 from kvtier.errors import ConfigError
 from kvtier.memory.sealed import PAGE_BYTES, sealed_memory
@@ -39,6 +41,10 @@ __all__ = ["Supervisor"]
 _DELAYS: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # seconds before a server starts again
 _LIVED: Final = 1.0  # seconds of service after which the first of them applies again
 _END_SECONDS: Final = 40.0  # what a server may take to write down what waits; then it is killed
+_MISSED: Final = 10  # beats in a row that a server which hangs has not given
+_MISSED_AT_END: Final = 5
+_HUNG: Final = "the server hangs, or was stopped; it is killed"
+_LATE: Final = "the server does not end in time; it is killed"
 _log = logging.getLogger("kvtier")
 
 Tell = Callable[[Started], None]
@@ -73,6 +79,7 @@ class Supervisor:
         self._first: Future[Started] = Future()
         self._pool = IoPool("supervisor", 1)
         self._open: list[int] = []
+        self._restarts = {"ended": 0, "hung": 0}
         self.place = Place(path, settings.uid)
         try:
             self._arena = self._keep(sealed_memory(config.dram))
@@ -148,10 +155,13 @@ class Supervisor:
                         "(TasksMax=, LimitNOFILE=)"
                     )
                 if self._ending.is_set():
+                    if why in {_HUNG, _LATE}:
+                        _log.warning("%s: %s, and what waited is not written down", self.path, why)
                     return
                 if not self._first.done():
                     self._first.set_exception(ConfigError(why))
                     return
+                self._restarts["hung" if why is _HUNG else "ended"] += 1
                 failed = 0 if self._clock() - started > _LIVED else failed + 1
                 delay = _DELAYS[min(failed, len(_DELAYS) - 1)]
                 _log.warning("%s: %s; it starts again", self.path, why)
@@ -200,37 +210,48 @@ class Supervisor:
         root = str(Path(__file__).resolve().parents[2])
         paths = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         return subprocess.Popen(  # noqa: S603  (our own command)
-            [sys.executable, *self.program, *map(str, [*numbers, os.getpid()])],
+            [sys.executable, *self.program, *map(str, [*numbers, *self.facts])],
             pass_fds=numbers,
             env={**os.environ, "PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
             stdout=_errors(),
         )
 
+    @property
+    def facts(self) -> tuple[int, ...]:
+        """What a server is told in numbers: this process, and why others before it are no more."""
+        return os.getpid(), *self._restarts.values()
+
     def _watch(self, link: socket.socket, pidfd: int) -> str:
-        """Wait until the server has ended; return what it said was wrong, if anything."""
+        """Wait until the server has ended, or hangs; return what is wrong, if anything."""
         poll = select.poll()
         for number in (link.fileno(), pidfd, self._bell):
             poll.register(number, select.POLLIN)
-        wrong, until = "", math.inf
+        wrong, until, silence = "", math.inf, Silence()
         while True:
-            left = None if until == math.inf else (until - self._clock()) * 1000
-            ready = [number for number, _ in poll.poll(left)]
+            left = min(BEAT_SECONDS, max(until - self._clock(), 0.0))
+            ready = [number for number, _ in poll.poll(left * 1000)]
             if link.fileno() in ready:
                 said = link.recv(1 << 16)
                 if not said:
                     poll.unregister(link.fileno())
                 else:
-                    wrong = self._heard(said)
+                    silence.broken()
+                    wrong = self._heard(said) if said != BEAT else wrong
             elif pidfd in ready:
                 return wrong
             if self._bell in ready:
                 poll.unregister(self._bell)
                 self.place.remove()
                 signal.pidfd_send_signal(pidfd, signal.SIGTERM)
+                signal.pidfd_send_signal(pidfd, signal.SIGCONT)  # it may be stopped
                 until = self._clock() + _END_SECONDS
+            if not ready:
+                silence.lasts()
+            if silence.beats >= (_MISSED if until == math.inf else _MISSED_AT_END):
+                return _HUNG
             if self._clock() >= until:
-                return "the server did not end in time"
+                return _LATE
 
     def _heard(self, said: bytes) -> str:
         """Take what the server says: that it serves, or why it cannot."""

@@ -114,7 +114,7 @@ class _Supervisor(Supervisor):
         ours = [listening, self._arena, self._grants, self._settings, link]
         numbers = [os.dup(number) for number in ours]  # a fork closes its supervisor's own
         try:
-            return _Forked([*map(str, numbers), str(os.getpid())])
+            return _Forked([*map(str, [*numbers, *self.facts])])
         finally:
             for number in numbers:
                 os.close(number)

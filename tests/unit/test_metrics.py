@@ -14,7 +14,7 @@ from kvtier.metrics import TABLE, Metric, Metrics
 
 UNITS = {
     *("bytes", "calls", "chunks", "fetches", "holds", "leases", "matches", "parts", "pins"),
-    *("plans", "prefetches", "records", "seconds", "sessions", "slots", "tokens"),
+    *("plans", "prefetches", "records", "seconds", "servers", "sessions", "slots", "tokens"),
 }
 SAMPLE = re.compile(r'(?P<name>[a-z_]+)(?:\{(?P<labels>(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)+)\})? \S+')
 
