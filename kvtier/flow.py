@@ -31,6 +31,7 @@ from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 from kvtier.prefix import Prefix
 from kvtier.seams import Flow, Future, IoPool
+from kvtier.tiers.pack import Run, pack_id
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Tier
 
@@ -83,6 +84,7 @@ class Moves:
         self._clock = clock
         self._report = Reporter(clock)
         self._probe = Probe(clock)
+        self._searches = 0
         self._asking: set[asyncio.Task[bool]] = set()
         self._hashing = IoPool("hash", _HASH_THREADS)
         self._saved: deque[list[Saved]] = deque()
@@ -256,17 +258,14 @@ class Moves:
         shape = prefix.shape
         stop = min(-(-prefix.limit // shape.chunk_tokens), len(prefix.names))
         places = shape.always or tuple(range(len(shape.names)))
-        for number in self._shared:
-
-            async def ask(chunks: Sequence[int], number: int = number) -> list[bool]:
-                parts = [prefix.part(known + chunk, at) for chunk in chunks for at in places]
-                answers = iter(await self._there(number, parts))
-                found = [[next(answers) for _ in places] for _ in chunks]
-                return [all(there) for there in found]
-
+        for number, tier in self._shared.items():
             withdrawn = self._catalog.watch()
             try:
-                found = known + await search(stop - known, ask)
+                found = self._before_doomed(prefix, known, stop, number)
+                orders = [tier.longest_order(shape.nbytes[at]) for at in places]
+                for order in dict.fromkeys(orders):  # parts of one grid are looked up together
+                    some = [at for at, one in zip(places, orders, strict=True) if one == order]
+                    found = await self._search(prefix, known, found, number, some)
                 if found > known:
                     parts = [prefix.part(c, at) for c in range(known, found) for at in places]
                     self._note(parts, number, withdrawn)
@@ -277,11 +276,43 @@ class Moves:
         self._probe.missing(prefix.names[known][0])
         return False
 
-    async def _there(self, number: int, parts: Sequence[Part]) -> list[bool]:
-        """Say which parts a tier has, without those that are to be deleted there.
+    def _before_doomed(self, prefix: Prefix, known: int, stop: int, number: int) -> int:
+        """Return the first chunk, of those asked for, of which a tier has yet to delete a part.
 
-        They may be gone when the answer comes, so they are not asked for.
+        It may be gone when the answer comes, so it is not asked for.
         """
+        strays = self._strays[number]
+        if not len(strays):
+            return stop
+        return next((c for c in range(known, stop) if strays.count(prefix.names[c])), stop)
+
+    async def _search(
+        self, prefix: Prefix, known: int, stop: int, number: int, places: Sequence[int]
+    ) -> int:
+        """Return how far a tier has the parts of one grid, from a known chunk on.
+
+        Of each run one part is asked for, and of the next prompt's another, so that a look-up
+        costs the same for many ranks; what the others lack, their reads find out.
+        """
+        tier, names = self._shared[number], prefix.names
+        nbytes = prefix.shape.nbytes[places[0]]
+        self._searches += 1
+        turn = self._searches
+
+        async def ask(runs: Sequence[Run]) -> list[bool]:
+            chosen = [places[(run.start + turn) % len(places)] for run in runs]
+            last = [names[run.stop - 1][at] for run, at in zip(runs, chosen, strict=True)]
+            packs = [pack_id(name, run.order) for name, run in zip(last, runs, strict=True)]
+            return [status is Status.OK for status in await tier.contains(packs)]
+
+        end, packs = await search(known, stop, tier.longest_order(nbytes), ask)
+        for run in packs:
+            for at in places:
+                tier.learn([names[c][at] for c in range(run.start, run.stop)], nbytes)
+        return end
+
+    async def _there(self, number: int, parts: Sequence[Part]) -> list[bool]:
+        """Say which parts a tier has, without those that are to be deleted there."""
         strays = self._strays[number]
         asked = [part.name for part in parts if part.name not in strays]
         answers = dict(zip(asked, await self._shared[number].contains(asked), strict=True))

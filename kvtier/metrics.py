@@ -70,6 +70,7 @@ _ROWS: Final = (
         "tier",
     ),
     _gauge("tier_parts", "parts", "Parts in a tier", "tier"),
+    _gauge("pack_residue_parts", "parts", "Parts let go that lie in packs with others", "tier"),
     _gauge("write_budget_bytes", "bytes", "Bytes that may be written to a tier now", "tier"),
     _gauge("leased_parts", "parts", "Parts under a lease, a spill or a copy"),
     _gauge("pinned_parts", "parts", "Parts that pins keep in DRAM"),

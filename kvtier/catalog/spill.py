@@ -245,7 +245,19 @@ class Spiller:
                 break
             left -= nbytes
             jobs.append(self._queue.popleft())
+        for job in reversed(self._after_cells(jobs) if self._tier.packs and self._queue else ()):
+            self._queue.appendleft(job)
+            jobs.pop()
         return jobs
+
+    def _after_cells(self, jobs: Sequence[_Job]) -> Sequence[_Job]:
+        """Return the last jobs, with which a cell begins whose rest comes in the next batch."""
+        for at in range(len(jobs) - 1, len(jobs) // 2, -1):
+            part = jobs[at].part
+            order = self._tier.longest_order(part.nbytes)
+            if order and not part.depth % (1 << order):
+                return jobs[at:]
+        return ()
 
     async def _write(self, jobs: list[_Job]) -> None:
         """Write jobs, making room as the tier asks for it; what still fails is dropped."""
@@ -256,7 +268,7 @@ class Spiller:
                 break
             await self._make_room(jobs, extra)
             jobs = self._fitting(self._fit(jobs))
-            full = self._settle(jobs, await self._send(jobs))
+            full = self._settle(jobs, await self._tier.write_all([job.write for job in jobs]))
             if not full:
                 break
             jobs, extra = full, max(len(full), self._lot(full[0]))
@@ -348,15 +360,6 @@ class Spiller:
             self._count(1, why)
         else:
             self._strays.forget(job.part.name)
-
-    async def _send(self, jobs: list[_Job]) -> list[Status]:
-        """Write with as many calls in parallel as the Store takes, in runs of the order."""
-        calls = min(self._tier.store.THREADS, len(jobs))
-        runs = [jobs[len(jobs) * i // calls : len(jobs) * (i + 1) // calls] for i in range(calls)]
-        outcomes = await asyncio.gather(
-            *(self._tier.write([job.write for job in run]) for run in runs)
-        )
-        return [status for run in outcomes for status in run]
 
     def _sizes(self, jobs: Sequence[_Job]) -> dict[int, int]:
         """Return the bytes of the budget that jobs take, by owner."""

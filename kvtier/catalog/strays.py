@@ -9,6 +9,7 @@ nobody would know.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
@@ -95,15 +96,19 @@ class Strays:
         """
         self.collect()
         names = [*self._charged, *(name for name in records if name not in self._charged)]
+        at_once = len(self._charged) if self._tier.packs else 0  # with all of their packs
         for at, (name, charged) in enumerate(records.items(), 1):
             self.note(name, charged)
             if not at % _SLICE:
                 await asyncio.sleep(0)  # the loop's other callbacks have their turn
-        for start in range(0, len(names), _BATCH):
-            batch = names[start : start + _BATCH]
+        starts = [*range(0, at_once, _BATCH), *range(at_once, len(names), _BATCH)]
+        for start, stop in itertools.pairwise([*starts, len(names)]):
+            batch = names[start:stop]
+            evicts = self._tier.packs and start >= at_once
+            send = self._tier.evict if evicts else self._tier.delete
             gone = [
                 name
-                for name, status in zip(batch, await self._tier.delete(batch), strict=True)
+                for name, status in zip(batch, await send(batch), strict=True)
                 if status in (Status.OK, Status.ABSENT)
             ]
             for name in gone:

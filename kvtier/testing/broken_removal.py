@@ -75,7 +75,10 @@ def ask_for_what_is_to_be_deleted() -> list[Patch]:
         answers = await self._shared[number].contains([part.name for part in parts])
         return [answer is Status.OK for answer in answers]
 
-    return [(Moves, "_there", broken)]
+    def all_of_it(_self: Moves, _prefix: object, _known: int, stop: int, _number: int) -> int:
+        return stop
+
+    return [(Moves, "_there", broken), (Moves, "_before_doomed", all_of_it)]
 
 
 @_takes_away("the Stores delete what was withdrawn", "is in a tier|written twice|nobody")

@@ -15,6 +15,7 @@ from kvtier.identity.record import RecordId
 from kvtier.testing.small_catalog import LMDB, PART_BYTES, Clock, SmallCatalog
 from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.store import Capabilities, Status, Write
+from kvtier.tiers.tier import Tier
 
 __all__ = ["FOOTPRINT", "Disk", "SmallSpill"]
 
@@ -36,6 +37,9 @@ class Disk:
     capabilities = Capabilities()
     available = True
     THREADS = 1
+    packs = False
+    write_all: Any = Tier.write_all
+    _packer = None
 
     def __init__(self, clock: Clock) -> None:
         self.store = self

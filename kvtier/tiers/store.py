@@ -23,7 +23,7 @@ from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 from kvtier.identity.record import Header, RecordId
 
-__all__ = ["Capabilities", "Option", "Read", "Status", "Store", "Write"]
+__all__ = ["Capabilities", "Option", "Read", "Span", "SpanStore", "Status", "Store", "Write"]
 
 
 class Status(enum.Enum):
@@ -51,6 +51,17 @@ class Write(NamedTuple):
 
     header: Header
     data: memoryview
+
+
+class Span(NamedTuple):
+    """A piece of a record to read: from which of its stored bytes on, into which buffers in turn.
+
+    into: writable, contiguous, format "B"; their lengths together are the length of the piece.
+    """
+
+    id: RecordId
+    start: int
+    into: Sequence[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,4 +148,16 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Make durable what was promised, and let the medium go. Idempotent."""
+        ...
+
+
+@runtime_checkable
+class SpanStore(Store, Protocol):
+    """A Store that reads pieces of records: if it is shared, its Tier packs small parts there."""
+
+    def read_spans(self, spans: Sequence[Span]) -> list[Status]:
+        """Fill the buffers of each span: OK, ABSENT, CORRUPT (it is shorter) or FAILED.
+
+        The header of the record is not looked at: whoever asks proves what is in the span.
+        """
         ...

@@ -20,7 +20,9 @@ from kvtier.metrics import Metrics
 from kvtier.seams import Flow, IoPool
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.budget import WriteBudget
-from kvtier.tiers.store import Read, Status, Store, Write
+from kvtier.tiers.pack import longest_order
+from kvtier.tiers.packer import Packer
+from kvtier.tiers.store import Read, SpanStore, Status, Store, Write
 
 __all__ = ["Fetched", "Tier", "Wanted"]
 
@@ -74,6 +76,8 @@ class Tier:
         self._flow = flow
         self._metrics = metrics
         self._clock = clock
+        self._packer = _packer(store)
+        self._verbs = self._packer or store
         self._pool = IoPool(name, store.THREADS)
         self._breaker = Breaker(clock)
         self._report = Reporter(clock)
@@ -124,7 +128,7 @@ class Tier:
         """
         failed = [Status.FAILED] * len(records)
         sent = sum(self.footprint(record.header.stored_bytes) for record in records)
-        out = await self._call(self.store.write_many, list(records), failed, sent)
+        out = await self._call(self._verbs.write_many, list(records), failed, sent)
         written = sum(
             record.header.stored_bytes
             for status, record in zip(out, records, strict=True)
@@ -135,14 +139,51 @@ class Tier:
         return out
 
     async def delete(self, ids: Sequence[RecordId]) -> list[Status]:
-        """Delete records."""
-        out = await self._call(self.store.delete_many, list(ids), [Status.FAILED] * len(ids))
+        """Delete records, and with one that lies in a pack all of that pack."""
+        out = await self._call(self._verbs.delete_many, list(ids), [Status.FAILED] * len(ids))
         self._note_change()
         return out
+
+    async def evict(self, ids: Sequence[RecordId]) -> list[Status]:
+        """Let records go: they are deleted, a pack when all its records were let go."""
+        if self._packer is None:
+            return await self.delete(ids)
+        return await self._call(self._packer.evict_many, list(ids), [Status.FAILED] * len(ids))
 
     async def contains(self, ids: Sequence[RecordId]) -> list[Status]:
         """Say which records are there; a hint, since a shared tier changes by itself."""
         return await self._call(self.store.contains_many, list(ids), [Status.FAILED] * len(ids))
+
+    # ---- packs
+
+    @property
+    def packs(self) -> bool:
+        """Say whether small parts lie in packs."""
+        return self._packer is not None
+
+    def longest_order(self, nbytes: int) -> int:
+        """Return how many parts of so many bytes may lie in one record, as a power of two."""
+        return longest_order(nbytes) if self._packer else 0
+
+    def learn(self, members: Sequence[RecordId], nbytes: int) -> None:
+        """Take it that the Store has the pack of these parts, of so many bytes each."""
+        if self._packer is not None:
+            self._packer.learn(members, nbytes)
+
+    async def write_all(self, records: Sequence[Write]) -> list[Status]:
+        """Write records, ancestors first, with as many calls in parallel as the Store takes."""
+        runs = self._packer.runs(records) if self._packer else [[at] for at in range(len(records))]
+        calls = min(self.store.THREADS, len(runs))
+        lots = (runs[len(runs) * i // calls : len(runs) * (i + 1) // calls] for i in range(calls))
+        portions = [list(itertools.chain.from_iterable(lot)) for lot in lots]
+        outcomes = await asyncio.gather(
+            *(self.write([records[at] for at in portion]) for portion in portions)
+        )
+        out = [Status.FAILED] * len(records)
+        for portion, outcome in zip(portions, outcomes, strict=True):
+            for at, status in zip(portion, outcome, strict=True):
+                out[at] = status
+        return out
 
     def settle(self) -> None:
         """Let the Store commit what it has gathered, once nothing else has called it for a second.
@@ -188,6 +229,8 @@ class Tier:
 
     def figures(self) -> None:
         """Set the gauges. From any thread."""
+        if self._packer is not None:
+            self._metrics.set("pack_residue_parts", self._packer.residue, tier=self.name)
         if math.isfinite(self.writes.a_day):
             self._metrics.set("write_budget_bytes", self.writes.left, tier=self.name)
 
@@ -260,7 +303,7 @@ class Tier:
 
     def _read(self, wanted: list[Wanted]) -> list[Fetched]:
         """Read and verify, on a thread of the pool."""
-        reads = self.store.read_many([one.id for one in wanted], [one.into for one in wanted])
+        reads = self._verbs.read_many([one.id for one in wanted], [one.into for one in wanted])
         return [_verify(read, one) for read, one in zip(reads, wanted, strict=True)]
 
 
@@ -277,6 +320,11 @@ def _guarded(call: Callable[[list[A]], list[T]], items: list[A]) -> list[T]:
     if count != len(items):
         raise Unavailable(f"the store gave {count} answers for {len(items)} records")
     return out
+
+
+def _packer(store: Store) -> Packer | None:
+    shared = store.capabilities.shared
+    return Packer(store) if shared and isinstance(store, SpanStore) else None
 
 
 def _lazily(store: Store) -> Iterator[Header]:

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
 from kvtier.catalog import probe
 from kvtier.catalog.probe import Probe, search
 from kvtier.testing.small_catalog import Clock
+from kvtier.tiers.pack import Run, cut
 
 
 def searched(count: int, there: int) -> tuple[int, list[list[int]]]:
     """Search `count` positions of which the first `there` are present; return what was asked."""
-    rounds: list[list[int]] = []
+    end, _, rounds = looked_up(0, count, 0, lambda run: run.stop <= there)
+    return end, [[run.start for run in asked] for asked in rounds]
 
-    async def ask(places):
-        rounds.append(list(places))
-        return [place < there for place in places]
 
-    return asyncio.run(search(count, ask)), rounds
+def looked_up(
+    first: int, stop: int, order: int, there: Callable[[Run], bool]
+) -> tuple[int, list[Run], list[list[Run]]]:
+    """Search for runs; return how far they go, the packs, and what was asked in each round."""
+    rounds: list[list[Run]] = []
+
+    async def ask(runs):
+        rounds.append(list(runs))
+        return [there(run) for run in runs]
+
+    return *asyncio.run(search(first, stop, order, ask)), rounds
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 15, 16, 17, 40, 255, 4096])
@@ -52,10 +62,31 @@ def test_beyond_three_rounds_the_answer_is_below_the_truth():
 
 
 def test_of_a_prefix_with_a_hole_nothing_is_found_behind_it():
-    async def ask(places):
-        return [place not in (5, 6) for place in places]
+    assert looked_up(0, 16, 0, lambda run: run.start not in (5, 6))[0] == 5
 
-    assert asyncio.run(search(16, ask)) == 5
+
+@pytest.mark.parametrize(("order", "short"), [(7, 7), (5, 3), (4, 1), (3, 0), (2, 0)])
+def test_where_runs_are_packed_little_is_missed_and_nothing_is_made_up(order, short):
+    for there in range(0, 513, 3):
+        written = set(cut(0, there, order))
+        end, packs, rounds = looked_up(0, 512, order, written.__contains__)
+        assert set(packs) <= written
+        assert there - short <= end <= there
+        assert len(rounds) <= 3
+        assert all(len(asked) <= 16 for asked in rounds)
+        assert any(0 in range(run.start, run.stop) for run in rounds[0]), "the root among them"
+
+
+def test_a_run_that_begins_before_what_is_known_is_found():
+    assert looked_up(5, 130, 7, {Run(0, 7)}.__contains__)[:2] == (128, [Run(0, 7)])
+
+
+def test_runs_of_one_prompt_written_little_by_little_are_found_by_and_by():
+    written = [run for a, b in ((0, 8), (8, 48), (48, 100), (100, 101)) for run in cut(a, b, 7)]
+    known = 0
+    for _ in range(3):
+        known, _, _ = looked_up(known, 128, 7, set(written).__contains__)
+    assert known == 101
 
 
 def test_what_was_missing_is_not_asked_for_until_its_time_is_over():

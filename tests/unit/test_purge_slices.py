@@ -15,6 +15,7 @@ class Disk:
     """A tier that forgets what it is told to."""
 
     capabilities = Capabilities()
+    packs = False
 
     def __init__(self) -> None:
         self.store = self

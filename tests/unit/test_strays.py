@@ -13,6 +13,8 @@ from kvtier.tiers.store import Capabilities, Status
 class StubTier:
     """A tier whose deletes end as told."""
 
+    packs = False
+
     def __init__(self, *, shared: bool = False) -> None:
         self.store = self
         self.capabilities = Capabilities(shared=shared)

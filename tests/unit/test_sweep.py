@@ -28,6 +28,7 @@ class Disk:
     """
 
     name = "disk"
+    packs = False
 
     def __init__(self, *, shared: bool) -> None:
         self.store = self

@@ -1,0 +1,139 @@
+"""Packed tiers on a real S3 server: what hosts write, find and read there, and what it costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvtier.testing.proxy import DelayProxy, Fault
+from kvtier.testing.toy import CHUNK, CHUNK_BYTES, Toy, dram, opened, prompt
+
+pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
+
+CHUNKS = 20
+TOKENS = prompt(CHUNKS * CHUNK + 1)
+
+
+@pytest.fixture
+def url(s3_server, s3_location) -> str:
+    return f"s3:{s3_location}?capacity=1GiB&admission=through&endpoint={s3_server.endpoint}"
+
+
+@pytest.fixture
+def host():
+    """Open hosts with room for all of a prompt, which are closed at the end."""
+    toys: list[Toy] = []
+
+    def opened_at(url: str) -> Toy:
+        toys.append(opened(dram(2 * CHUNKS), url))
+        return toys[-1]
+
+    yield opened_at
+    for toy in toys:
+        toy.close()
+
+
+def sizes(server, location: str) -> list[int]:
+    """Return the sizes of the objects below a location, in chunks."""
+    bucket, _, prefix = location.removeprefix("//").partition("/")
+    listed = server.client().list_objects_v2(Bucket=bucket, Prefix=prefix)
+    return sorted(each["Size"] // CHUNK_BYTES for each in listed.get("Contents", ()))
+
+
+def test_what_one_host_packed_another_finds_and_loads(host, url, s3_server, s3_location):
+    host(url).save("a", TOKENS)
+    assert sizes(s3_server, s3_location) == [4, 16]
+    before = s3_server.traffic()
+    other = host(url)
+    assert other.load("b", TOKENS)[::2] == (CHUNKS * CHUNK, True)
+    assert other.cache.metrics.get("hit_tokens", tier="s3") == CHUNKS * CHUNK
+    asked = s3_server.traffic()
+    assert asked.requests - before.requests <= 1 + 32 + 2, "a list, two rounds, a read each"
+
+
+def test_a_host_that_has_the_beginning_loads_the_rest(host, url):
+    host(url).save("a", TOKENS)
+    other = host(url)
+    other.save("head", TOKENS[: 3 * CHUNK])
+    assert other.load("rest", TOKENS)[::2] == (CHUNKS * CHUNK, True)
+
+
+def test_two_hosts_that_write_the_same_write_one_object(host, url, s3_server, s3_location):
+    for toy in (host(url), host(url)):
+        toy.save("a", TOKENS)
+    assert sizes(s3_server, s3_location) == [4, 16]
+
+
+def test_a_prompt_that_grows_is_never_written_twice(host, url, s3_server, s3_location):
+    toy = host(url)
+    for chunks in (3, 5, 12):
+        toy.save(f"to {chunks}", TOKENS[: chunks * CHUNK])
+    assert sizes(s3_server, s3_location) == [1, 1, 1, 1, 2, 2, 4]
+    other = host(url)
+    assert other.load("b", TOKENS)[::2] == (12 * CHUNK, True)
+
+
+def test_a_pack_that_was_spoilt_is_a_miss_once_and_written_anew(host, url, s3_server, s3_location):
+    host(url).save("a", TOKENS)
+    client = s3_server.client()
+    bucket, _, prefix = s3_location.removeprefix("//").partition("/")
+    for each in client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
+        body = bytearray(client.get_object(Bucket=bucket, Key=each["Key"])["Body"].read())
+        body[-CHUNK_BYTES // 2] ^= 1  # in its last chunk
+        client.put_object(Bucket=bucket, Key=each["Key"], Body=bytes(body))
+    other = host(url)
+    offered, loaded, exact = other.load("b", TOKENS)
+    assert exact
+    assert loaded.tokens == offered == (16 - 1) * CHUNK
+    assert other.cache.metrics.get("corrupt_records", tier="s3") >= 1
+
+
+def test_an_invalidated_prompt_is_not_found_again(host, url, s3_server, s3_location):
+    toy = host(url)
+    toy.save("a", TOKENS)
+    assert toy.cache.invalidate(TOKENS, timeout=20).unconfirmed == 0
+    assert sizes(s3_server, s3_location) == []
+    assert host(url).load("b", TOKENS)[0] == 0
+
+
+def test_a_purged_namespace_leaves_no_pack(host, url, s3_server, s3_location):
+    host(url).save("a", TOKENS)
+    assert host(url).cache.purge(timeout=20).unconfirmed == 0
+    assert sizes(s3_server, s3_location) == []
+
+
+def test_a_tier_above_its_capacity_lets_packs_go_whole(host, url, s3_server, s3_location):
+    toy = host(url.replace("1GiB", f"{64 * (CHUNK_BYTES + 300)}B"))
+    for seed in range(5):
+        toy.save(f"prompt {seed}", prompt(CHUNKS * CHUNK + 1, seed))
+    left = sizes(s3_server, s3_location)
+    residue = toy.cache.figures()['kvtier_pack_residue_parts{tier="s3"}']
+    assert sum(left) <= 64 + residue
+    assert set(left) <= {1, 2, 4, 8, 16}
+    assert toy.cache.metrics.get("evicted_parts", tier="s3") >= 36
+
+
+def test_answers_stay_exact_while_the_server_fails(host, s3_server, s3_location):
+    with DelayProxy(s3_server.port) as proxy:
+        where = f"endpoint={proxy.endpoint}&connect_timeout=300ms&read_timeout=500ms"
+        url = f"s3:{s3_location}?capacity=1GiB&admission=through&{where}"
+        host(url).save("a", TOKENS)
+        other = host(url)
+        for fault in (Fault.RESET, Fault.SHORT, Fault.UNAVAILABLE, Fault.XML_ERROR, Fault.DENIED):
+            proxy.inject(fault, "GET")
+            match = other.cache.match(TOKENS)
+            lease = other.cache.fetch(match, timeout=5, deadline=5).result(10)
+            assert lease is None or lease.tokens == 0
+        proxy.inject(Fault.NONE)
+
+
+def test_prompts_that_part_within_a_pack_each_load_what_is_theirs(host, url):
+    shared = TOKENS[: 6 * CHUNK]
+    mine = np.concatenate([shared, prompt(8 * CHUNK + 1, 7)])
+    yours = np.concatenate([shared, prompt(8 * CHUNK + 1, 8)])
+    toy = host(url)
+    toy.save("mine", mine)
+    toy.save("yours", yours)
+    other = host(url)
+    assert other.load("mine", mine)[::2] == (14 * CHUNK, True)
+    assert other.load("yours", yours, first_block=64)[2]
