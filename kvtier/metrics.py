@@ -57,6 +57,7 @@ _ROWS: Final = (
     _counter(
         "corrupt_records", "records", "Records that failed a checksum or named another part", "tier"
     ),
+    _counter("vanished_records", "records", "Records that a tier had, and has no more", "tier"),
     _counter("tier_errors", "calls", "Records or calls that a tier failed", "tier"),
     _counter("expired_leases", "leases", "Leases that ended by their deadline"),
     _counter("withdrawn_parts", "parts", "Parts taken out of all tiers, and why", "reason"),

@@ -119,6 +119,8 @@ class Tier:
             elif one.status is Status.CORRUPT:
                 self._metrics.add("corrupt_records", tier=self.name)
                 self._report.warn(self.name, "a record is corrupt; it is dropped")
+            elif one.status is Status.ABSENT:  # it was asked for since it was there
+                self._metrics.add("vanished_records", tier=self.name)
         return out
 
     async def write(self, records: Sequence[Write]) -> list[Status]:
