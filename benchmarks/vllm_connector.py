@@ -1,12 +1,17 @@
 """What the connector costs vLLM, and what a hit in DRAM costs beside one in vLLM's own cache.
 
     .venv-engines/bin/python benchmarks/vllm_connector.py [--rounds N] [--json FILE]
+    … --recorded           only what is said to the connector again, without vLLM: any Python
+    … --record             write that down anew, from the vLLM that is installed
 
 Real vLLM on CPU, with a random model; `make engines` installs it. In every round a process
-without the connector and one with it have their turn, with the same prompts:
+without the connector and one with it have their turn, with the same prompts. Its pool of KV is
+written to beforehand, so that no page of it is touched for the first time while it is timed.
 
 scheduler_us_per_step      time in the connector on the scheduler's thread, of the steps in which
-                           64 requests are running; what admits and hashes a new one is apart
+                           64 requests are running; what admits and hashes a new one is apart.
+                           The calls are those that a vLLM made once, in RECORDED
+live_us_per_step           the same while vLLM computes
 no_reuse_throughput_ratio  tokens a second over those without the connector, where no two prompts
                            share anything, so that all it does is to save; the median of rounds
 warm_ttft_over_own_hit     a prompt of 2,064 tokens in DRAM over the same one in vLLM's own cache
@@ -27,9 +32,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from kvtier.testing.vllm_record import Recorder, Replay, read_record, write_record
+
 RUNNING = 64
-PROMPT, OUTPUT = 160, 96
-LONG, WARM = 2064, 9
+PROMPT, OUTPUT = 288, 96  # a whole chunk, so that there is something to save
+LONG, WARM = 2064, 25
+RECORDED = Path(__file__).parent / "results" / "vllm-steps.json.gz"
+REPLAYS = 5
 TOKENS = 32_000
 BLOCK = 32
 ON_STEP = ("build_connector_meta", "update_connector_output", "has_pending_push_work")
@@ -87,9 +96,9 @@ class Watch:
         setattr(self._scheduler.connector, name, timed)
 
 
-def child(folder: str, arm: str, turn: int) -> dict[str, Any]:
-    """Measure one arm in this process."""
-    from vllm import LLM, SamplingParams
+def started(folder: str, arm: str) -> Any:
+    """Start vLLM, its pool of KV resident."""
+    from vllm import LLM
     from vllm.config import KVTransferConfig
 
     transfer = KVTransferConfig(
@@ -110,12 +119,23 @@ def child(folder: str, arm: str, turn: int) -> dict[str, Any]:
         kv_transfer_config=transfer if arm == "kvtier" else None,
         disable_log_stats=False,
     )
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    for tensor in runner.kv_caches:
+        tensor.zero_()
+    return llm
+
+
+def child(folder: str, arm: str, turn: int) -> dict[str, Any]:
+    """Measure one arm in this process; with a negative turn, record what its scheduler says."""
+    import vllm
+
+    llm = started(folder, arm)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    watch = Watch(scheduler) if arm == "kvtier" else None
+    watch = Watch(scheduler) if arm == "kvtier" and turn >= 0 else None
     drawn = random.Random(turn)
 
     def answer(prompts: list[list[int]], tokens: int) -> float:
-        params = SamplingParams(
+        params = vllm.SamplingParams(
             temperature=0.0, max_tokens=tokens, detokenize=False, ignore_eos=True
         )
         begin = time.perf_counter()
@@ -126,6 +146,16 @@ def child(folder: str, arm: str, turn: int) -> dict[str, Any]:
         return [[drawn.randrange(TOKENS) for _ in range(length)] for _ in range(count)]
 
     answer(prompts(4, PROMPT), 4)
+    if turn < 0:
+        recorder = Recorder(scheduler.connector)
+        lengths = [160 + 5 * at for at in range(RUNNING)]
+        answer([[drawn.randrange(256) for _ in range(length)] for length in lengths], OUTPUT)
+        made_by = "benchmarks/vllm_connector.py --record"
+        write_record(
+            recorder.record(engine=f"vLLM {vllm.__version__}, CPU", made_by=made_by), RECORDED
+        )
+        llm.llm_engine.engine_core.shutdown()
+        return {}
     seconds = answer(prompts(RUNNING, PROMPT), OUTPUT)
     found: dict[str, Any] = {"tokens_per_s": RUNNING * OUTPUT / seconds}
     found["ms_per_step"] = seconds * 1000 / (OUTPUT + 1)
@@ -164,6 +194,19 @@ def measured(folder: str, arm: str, turn: int) -> dict[str, Any]:
     return found
 
 
+def replayed() -> tuple[list[float], list[float]]:
+    """Return the microseconds of recorded steps, with all requests running, and of admissions."""
+    steps, asking = [], []
+    for _ in range(REPLAYS):
+        replay = Replay(read_record(RECORDED))
+        replay.run()
+        if replay.made != replay.recorded:
+            sys.exit("the connector does other than it did when this was recorded: see --record")
+        steps += [seconds * 1e6 for count, seconds in replay.step_seconds if count == RUNNING]
+        asking += [seconds * 1e6 for seconds in replay.request_seconds]
+    return steps, asking
+
+
 def spread(values: list[float]) -> dict[str, float]:
     cuts = statistics.quantiles(values, n=100)
     return {"p50": statistics.median(values), "p99": cuts[98], "count": len(values)}
@@ -176,7 +219,7 @@ def report(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     own = statistics.median([s for one in with_it for s in one["ttft"]["own"]])
     dram = statistics.median([s for one in with_it for s in one["ttft"]["dram"]])
     return {
-        "scheduler_us_per_step": spread([us for one in with_it for us in one["step_us"]]),
+        "live_us_per_step": spread([us for one in with_it for us in one["step_us"]]),
         "admitting_us_per_step": spread([us for one in with_it for us in one["request_us"]]),
         "ms_per_step": statistics.median([one["none"]["ms_per_step"] for one in rounds]),
         "no_reuse_throughput_ratio": statistics.median(ratios),
@@ -195,14 +238,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--recorded", action="store_true")
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        make_model(folder)
-        rounds = []
-        for turn in range(given.rounds):
-            arms = ("none", "kvtier") if turn % 2 else ("kvtier", "none")
-            rounds.append({arm: measured(folder, arm, turn) for arm in arms})
-    found = report(rounds)
+    found: dict[str, Any] = {}
+    if not given.record:
+        steps, asking = replayed()
+        found = {"scheduler_us_per_step": spread(steps), "match_us": spread(asking)}
+    if not given.recorded:
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(folder)
+            if given.record:
+                measured(folder, "kvtier", -1)
+                return
+            rounds = []
+            for turn in range(given.rounds):
+                arms = ("none", "kvtier") if turn % 2 else ("kvtier", "none")
+                rounds.append({arm: measured(folder, arm, turn) for arm in arms})
+        found |= report(rounds)
     print(json.dumps(found, indent=1))
     if given.json:
         given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

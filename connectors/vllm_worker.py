@@ -17,7 +17,7 @@ __all__ = ["WorkerSide"]
 
 _log = logging.getLogger("kvtier")
 _SLOW_SECONDS: Final = 10.0
-_IDLE_SECONDS: Final = 0.001
+_IDLE_SECONDS: Final = 0.003
 
 
 class WorkerSide:

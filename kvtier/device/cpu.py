@@ -198,7 +198,8 @@ class CpuDevice:
             queued = self._after(stream, after)  # for each: one that failed holds back all groups
             for copy in copies:
                 part = group_planes(copy.pages.shape[0], index, groups)
-                self._enqueue(queued, copy, part, into_slot=False)
+                if part.start < part.stop:  # a layer of its own has no planes in most groups
+                    self._enqueue(queued, copy, part, into_slot=False)
             fences.append(queued.record())
         return fences
 
