@@ -29,16 +29,15 @@ __all__ = ["RemoteDesk", "open_desk", "open_private"]
 
 _LATE_SECONDS: Final = 1.0  # that a late answer to a match is good for
 _MOST_LATE: Final = 256
+_LEAST_SECONDS: Final = 0.1  # in which a daemon that is there can answer
 
 
 class RemoteDesk(Orders):
     """See Desk. Calls that an engine makes wait for the daemon's patience at most."""
 
-    def __init__(
-        self, link: Link, namespace: Namespace, shape: Shape, ranks: tuple[int, int]
-    ) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._late: dict[tuple[bytes, int], tuple[float, answers.Matched, Up]] = {}
-        super().__init__(link, namespace, shape, ranks)
+        super().__init__(*args, **kwargs)
 
     def join(self, namespace: Namespace, shape: Shape, ranks: tuple[int, int]) -> Desk:
         """See Desk."""
@@ -321,9 +320,10 @@ def open_private(
 def _opened(
     link: Link, timeout: float, namespace: Namespace, shape: Shape, ranks: tuple[int, int]
 ) -> RemoteDesk:
+    until = monotonic() + timeout
     link.open(timeout)
     try:
-        return RemoteDesk(link, namespace, shape, ranks)
+        return RemoteDesk(link, namespace, shape, ranks, max(until - monotonic(), _LEAST_SECONDS))
     except BaseException:
         link.close()
         raise

@@ -20,17 +20,16 @@ from kvtier.daemon.answers import Failed, Joined, Resend
 from kvtier.daemon.frames import encode
 from kvtier.daemon.mapped import MappedArena
 from kvtier.daemon.messages import Bye, Hello, Message, Settle
+from kvtier.daemon.tether import Tether
 from kvtier.daemon.up import Ask, Era, Seat, Up, resuming, stand_down
 from kvtier.daemon.waits import Waits
 from kvtier.daemon.wire import connect, failure, wait_for_daemon
 from kvtier.errors import ConfigError, KvtierError, ProtocolError
-from kvtier.events import Reporter
 
 __all__ = ["Link"]
 
 _GREETING_SECONDS: Final = 2.0
-_SOONEST: Final = 0.05  # seconds until it is tried again, which double up to the latest
-_LATEST: Final = 0.5
+_AGAIN_SECONDS: Final = 0.05
 _GIVE_UP: Final = 0.25  # seconds of silence after which calls do not wait any more
 
 
@@ -50,17 +49,17 @@ class Link:
         self.arena = MappedArena()
         self.up: Up | None = None
         self.out: dict[tuple[Era, int], Seat] = {}
-        self._reporter = Reporter(monotonic)
         self._session = os.urandom(16)
         self._engine = engine or self._session.hex()
         self._seats: dict[Seat, None] = {}
         self._turn = threading.Lock()  # of the first connection
         self._outbox: deque[tuple[Up, Seat, Message]] = deque()
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._wake_lock = threading.Lock()
         self._owners: dict[bytes, int] = {}
-        self._closing = self._greeted = False
-        self._thread = threading.Thread(target=self._run, name="kvtier-link", daemon=True)
+        self._closed = self._greeted = False
+        self._tether = Tether(
+            path, "kvtier-link", watch=self._watch, come_up=self._come_up, gone=self.arena.unmap
+        )
+        self.report = self._tether.report
 
     def owner(self, digest: bytes) -> int:
         """Return a number that tells a namespace from others on this link."""
@@ -72,16 +71,16 @@ class Link:
         """Connect, and wait for the daemon so long. Raises ConfigError when it does not come."""
         try:
             wait_for_daemon(self.path, self._come_up, timeout)
-            self._thread.start()
+            self._tether.start()
         except BaseException:
             self.close()
             raise
 
     def close(self) -> None:
         """Say goodbye, end the thread, and let the arena go. Idempotent."""
-        if self._closing:
+        if self._closed:
             return
-        self._closing = True
+        self._closed = self._tether.closing = True
         with self._turn:
             up, self.up = self.up, None
             if up is not None:
@@ -90,15 +89,10 @@ class Link:
                     last = encode(resuming(self.out)) + encode(Bye())  # none that is owed stands
                     up.calls.put(last, 0.0)
                 up.end()
-        self._poke()
-        if self._thread.ident is not None:
-            self._thread.join()  # it waits for nobody longer than a greeting
+        self._tether.end()
         if up is not None:
             self._bury(up)  # the thread may not have seen it
         self.arena.unmap()
-        with self._wake_lock:
-            os.close(self._wake)
-            self._wake = -1
         if self._then is not None:
             self._then()
 
@@ -111,7 +105,7 @@ class Link:
             while not self._joined(seat, until):
                 if monotonic() >= until:
                     raise ConfigError(f"the daemon at {self.path} does not answer; try again later")
-                select.select([], [], [], _SOONEST)  # the link's thread connects anew
+                select.select([], [], [], _AGAIN_SECONDS)  # the link's thread connects anew
             undo.pop_all()
 
     def _joined(self, seat: Seat, until: float) -> bool:
@@ -204,7 +198,7 @@ class Link:
         if not up.owed:
             up.silent_since = monotonic()
         up.owed[number] = (seat, how)
-        self._poke()
+        self._tether.poke()
 
     def _late(self, up: Up, number: int, reply: Message) -> None:
         seat, how = up.owed.pop(number, (None, None))
@@ -237,7 +231,7 @@ class Link:
         """Say that a plan has ended. Where nobody listens, Resume will say so."""
         self.out.pop((era, plan), None)
         up = self.up
-        if self._closing:
+        if self._closed:
             stand_down(self.path, self._hello(), self.out)
         if up is not None and up.era.arena == era.arena:
             self.post(up, seat, Settle(0, era.generation, plan, ok))
@@ -264,67 +258,31 @@ class Link:
             if when is up and up.address(seat, message):
                 up.calls.put(encode(message), 0.0)
         if up.calls.unsent:
-            self._poke()
+            self._tether.poke()
 
     # ---- the thread
 
-    def _run(self) -> None:
-        wait = 0.0
-        while not self._closing:
-            up = self.up
-            if up is not None:
-                self._watch(up)
-                wait = 0.0
-                continue
-            try:
-                self._come_up()
-            except (FileNotFoundError, ConnectionRefusedError) as error:
-                if self.arena.id:
-                    self.report(f"{error.strerror}: its memory is let go")
-                self.arena.unmap()
-            except (OSError, KvtierError) as error:
-                self.report(str(error))
-                if isinstance(error, TimeoutError):
-                    wait = 0.0  # it has waited: a server that is on its way finds it in the queue
-            if self.up is None:
-                self._pause(wait)
-                wait = min(2 * wait or _SOONEST, _LATEST)
-
-    def report(self, why: str) -> None:
-        """Tell the operator, now and then."""
-        if not self._closing:
-            self._reporter.warn(f"the daemon at {self.path}", why)
-
-    def _poke(self) -> None:
-        """Let the thread look again."""
-        with self._wake_lock:
-            if self._wake >= 0:
-                os.eventfd_write(self._wake, 1)
-
-    def _pause(self, seconds: float) -> None:
-        """Wait, or until this link is closed."""
-        until = monotonic() + seconds
-        while not self._closing and (left := until - monotonic()) > 0:
-            if select.select([self._wake], [], [], left)[0]:
-                os.eventfd_read(self._wake)
-
-    def _watch(self, up: Up) -> None:
-        """Read what comes until the connections are lost."""
+    def _watch(self) -> bool:
+        """Read what comes until the connections are lost, if there are any."""
+        up, wake = self.up, self._tether.wake
+        if up is None:
+            return False
         poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
+        poll.register(wake, select.POLLIN)
         try:
             while self.up is up:
                 poll.register(up.calls, up.events)  # of a hang-up it tells in any case
                 poll.register(up.waits.wire, up.waits.events)
                 ready = dict(poll.poll(up.waits.milliseconds()))
-                if self._wake in ready:
-                    os.eventfd_read(self._wake)
+                if wake in ready:
+                    self._tether.heard()
                 if up.calls.fileno() in ready:
                     self._take_late(up)
                 up.waits.turn()
         except Exception as error:  # noqa: BLE001  (a defect, too: nobody waits for ever)
             self._lose(up, error)
         self._bury(up)
+        return True
 
     def _take_late(self, up: Up) -> None:
         """Read the answers that nobody waits for, and send what could not be sent."""
@@ -342,7 +300,7 @@ class Link:
             self.up = None
             self.report(f"{error}; every call is a miss until it is back")
         up.end()
-        self._poke()
+        self._tether.poke()
 
     def _bury(self, up: Up) -> None:
         """Give the descriptors back, and end what was waited for. Idempotent.
@@ -355,27 +313,29 @@ class Link:
 
     # ---- coming up
 
-    def _come_up(self) -> None:
-        """Connect, say what still stands, and join again. Raises OSError and KvtierError."""
+    def _come_up(self, until: float) -> None:
+        """Connect in time, say what still stands, and join again. Raises OSError, KvtierError."""
         with contextlib.ExitStack() as undo:
-            calls, welcome, fd = connect(self.path, self._hello(), _GREETING_SECONDS)
+            calls, welcome, fd = connect(self.path, self._hello(), until)
             undo.callback(calls.close)
             if welcome.arena == self.arena.id:
                 os.close(fd)
             else:
                 self.arena.map(fd)
-            wire, again, fd = connect(self.path, self._hello(), _GREETING_SECONDS)
+            wire, again, fd = connect(self.path, self._hello(), until)
             undo.callback(wire.close)
             os.close(fd)
-            up = Up(calls, Waits(wire, self._poke), welcome)
+            up = Up(calls, Waits(wire, self._tether.poke), welcome)
             if (again.arena, again.generation) != up.era:
                 raise ConnectionResetError("the daemon was started again meanwhile")
             still = self._resume(up)
             for seat in list(self._seats):
+                if self._closed:
+                    return
                 if refused := up.rejoin(seat, _GREETING_SECONDS):
                     self.report(refused)  # it has no cache until the next time
             with self._turn:
-                if self._closing:
+                if self._closed:
                     return
                 self._greeted = True
                 self.up = up

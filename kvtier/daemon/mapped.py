@@ -68,6 +68,8 @@ class MappedArena:
                 break  # Linux before 5.14: the first touch enters each page
         self._mapped = (status.st_ino, first, memory)
 
-    def unmap(self) -> None:
-        """Let the arena go. Idempotent."""
+    def unmap(self) -> bool:
+        """Let the arena go; say whether there was one. Idempotent."""
+        had = bool(self.id)
         self._mapped = _NONE
+        return had

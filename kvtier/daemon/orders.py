@@ -38,10 +38,18 @@ NO_PROMPT: Final = Prompt(0, 0, b"", b"")
 
 
 class Orders:
-    """One namespace's seat at a daemon, and the part of Desk that no engine's thread calls."""
+    """One namespace's seat at a daemon, and the part of Desk that no engine's thread calls.
+
+    within: seconds that the daemon may take to let it join.
+    """
 
     def __init__(
-        self, link: Link, namespace: Namespace, shape: Shape, ranks: tuple[int, int]
+        self,
+        link: Link,
+        namespace: Namespace,
+        shape: Shape,
+        ranks: tuple[int, int],
+        within: float = _JOIN_SECONDS,
     ) -> None:
         self.link = link
         self._shape = shape
@@ -52,7 +60,7 @@ class Orders:
         self._left = False
         self._bypass: bool | None = None  # what was set here
         self._bypass_known = True
-        link.join(self, _JOIN_SECONDS)
+        link.join(self, within)
         up = link.up
         self.tiers: tuple[str, ...] = up.tiers if up is not None else ("dram",)
 

@@ -146,7 +146,7 @@ def stand_down(path: str, hello: Hello, out: Iterable[tuple[Era, int]]) -> None:
     Waits a moment at most; a daemon that is gone needs no word.
     """
     with contextlib.suppress(OSError, KvtierError):
-        wire, _, arena = connect(path, hello, _STAND_DOWN)
+        wire, _, arena = connect(path, hello, monotonic() + _STAND_DOWN)
         os.close(arena)
         try:
             wire.put(encode(resuming(out)) + encode(Bye()), monotonic() + _STAND_DOWN)

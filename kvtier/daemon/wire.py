@@ -21,6 +21,7 @@ __all__ = ["Wire", "connect", "failure", "wait_for_daemon"]
 
 _BUFFER_BYTES: Final = 128 << 10
 _AGAIN_SECONDS: Final = 0.05
+_LEAST_SECONDS: Final = 0.1  # in which a daemon that is there can answer
 _SPIN_SECONDS: Final = 0.0001
 """An answer is looked for so long before its thread sleeps: to wake up takes longer than most."""
 _WANTING: Final = frozenset((errno.ENOMEM, errno.EMFILE, errno.ENFILE))
@@ -133,22 +134,23 @@ class Wire:
         self._link.close()
 
 
-def connect(path: str, hello: Hello, seconds: float) -> tuple[Wire, Welcome, int]:
+def connect(path: str, hello: Hello, until: float) -> tuple[Wire, Welcome, int]:
     """Open a connection and greet; return it, the answer, and the arena's descriptor. Blocks.
 
-    Raises OSError where nobody listens or answers in time, ProtocolError for another version, and
-    what the daemon refuses with.
+    until: when all of that has to be done. Raises OSError where nobody listens or answers in time,
+    ProtocolError for another version, and what the daemon refuses with.
     """
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     fds: list[int] = []
     try:
-        link.settimeout(seconds)
+        _give(link, until)
         link.connect(path)
-        _greet(link, hello)
+        _greet(link, hello, until)
+        _give(link, until)
         data, fds = _first_bytes(link)
         wire = Wire(link)
         wire.feed(data)
-        welcome = _welcome(wire, len(fds), seconds)
+        welcome = _welcome(wire, len(fds), until)
     except BaseException:
         link.close()
         for fd in fds:
@@ -157,15 +159,24 @@ def connect(path: str, hello: Hello, seconds: float) -> tuple[Wire, Welcome, int
     return wire, welcome, fds[0]
 
 
-def wait_for_daemon(path: str, come_up: Callable[[], None], timeout: float) -> None:
+def _give(link: socket.socket, until: float) -> None:
+    """Let a socket wait no longer than that. Raises TimeoutError when it is over."""
+    left = until - monotonic()
+    if left <= 0:
+        raise TimeoutError("the daemon does not answer")
+    link.settimeout(left)
+
+
+def wait_for_daemon(path: str, come_up: Callable[[float], None], timeout: float) -> None:
     """Call ``come_up`` until it raises no OSError. Blocks, `timeout` seconds at most.
 
+    come_up: is told until when it may take.
     Raises ConfigError when the daemon does not come, or is another user's.
     """
-    until = monotonic() + timeout
+    until = monotonic() + max(timeout, _LEAST_SECONDS)
     while True:
         try:
-            come_up()
+            come_up(until)
         except PermissionError as error:
             raise ConfigError(
                 f"{path}: {error.strerror}; a daemon's socket is for one user"
@@ -187,9 +198,9 @@ def wait_for_daemon(path: str, come_up: Callable[[], None], timeout: float) -> N
             return
 
 
-def _welcome(wire: Wire, fds: int, seconds: float) -> Welcome:
+def _welcome(wire: Wire, fds: int, until: float) -> Welcome:
     """Read the answer to Hello."""
-    found = wire.take(monotonic() + seconds)
+    found = wire.take(until)
     if found is None:
         raise TimeoutError("the daemon does not answer")
     if isinstance(found[1], Failed):
@@ -199,12 +210,14 @@ def _welcome(wire: Wire, fds: int, seconds: float) -> Welcome:
     return found[1]
 
 
-def _greet(link: socket.socket, hello: Hello) -> None:
+def _greet(link: socket.socket, hello: Hello, until: float) -> None:
     """Say hello, and hand over this process's descriptor."""
     pidfd = os.pidfd_open(os.getpid())
     try:
         frame = encode(hello, 1)
+        _give(link, until)
         sent = socket.send_fds(link, [frame], [pidfd])
+        _give(link, until)
         link.sendall(frame[sent:])
     finally:
         os.close(pidfd)

@@ -7,33 +7,27 @@ it can still write to is given to nobody else.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from kvtier.checks import check_wait
-from kvtier.clock import monotonic
 from kvtier.copier import Pages
 from kvtier.daemon.frames import encode
 from kvtier.daemon.mapped import MappedArena
 from kvtier.daemon.messages import Ended, Hello
 from kvtier.daemon.out import PLAN_BITS
 from kvtier.daemon.place import check_path, rendezvous
+from kvtier.daemon.tether import Tether
 from kvtier.daemon.wire import Wire, connect, wait_for_daemon
 from kvtier.device.base import Device
-from kvtier.errors import ConfigError, KvtierError, MisuseError
-from kvtier.events import Reporter
+from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.geometry import Geometry
 
 __all__ = ["Worker"]
-
-_GREETING_SECONDS: Final = 2.0
-_SOONEST: Final = 0.05  # seconds until it is tried again, which double up to the latest
-_LATEST: Final = 0.5
 
 
 class Worker:
@@ -55,10 +49,7 @@ class Worker:
         self._wire: Wire | None = None
         self._unsaid: deque[Ended] = deque()
         self._lock = threading.Lock()  # of the wire and what it has to say
-        self._wake = -1
-        self._closing = False
-        self._thread: threading.Thread | None = None
-        self._reporter = Reporter(monotonic)
+        self._tether: Tether | None = None
 
     def bind(
         self,
@@ -91,41 +82,46 @@ class Worker:
         with self._lock:
             self._unsaid.append(Ended(plan >> PLAN_BITS, plan))
             self._say()
-            if self._unsaid:
-                self._poke()
+            if self._unsaid and self._tether is not None:
+                self._tether.poke()
 
     def close(self) -> None:
         """Close the connection, and let the arena go. Idempotent."""
-        if os.getpid() != self._pid or self._closing or self._thread is None:
+        if os.getpid() != self._pid or self._tether is None:
             return
-        self._closing = True
-        self._poke()
-        self._thread.join()  # it waits for nobody longer than a greeting
+        self._tether.end()
+        with self._lock:
+            wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
         self.arena.unmap()
-        os.close(self._wake)
 
     # ---- the connection
 
     def _open(self, timeout: float) -> None:
         """Connect in this process, unless that was done."""
         if os.getpid() == self._pid:
-            if self._closing:
+            if self._tether is None or self._tether.closing:
                 raise MisuseError("this rank is closed")
             return
         self._session = os.urandom(16)
         self._lock = threading.Lock()  # a parent's may have been held as it forked
         self._unsaid, self._wire, self.arena = deque(), None, MappedArena()
         wait_for_daemon(self.path, self._come_up, timeout)
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="kvtier-rank", daemon=True)
-        self._thread.start()
+        self._tether = Tether(
+            self.path,
+            "kvtier-rank",
+            watch=self._watch,
+            come_up=self._come_up,
+            gone=self.arena.unmap,
+        )
+        self._tether.start()
         self._pid = os.getpid()
 
-    def _come_up(self) -> None:
+    def _come_up(self, until: float) -> None:
         """Say hello, and map the arena if it is another. Raises OSError and KvtierError."""
         hello = Hello(self._session, self.engine, "worker", 0, self.arena.id)
-        wire, welcome, fd = connect(self.path, hello, _GREETING_SECONDS)
+        wire, welcome, fd = connect(self.path, hello, until)
         if welcome.arena == self.arena.id:
             os.close(fd)
         else:
@@ -149,59 +145,26 @@ class Worker:
         except OSError:
             wire = None  # the thread sees it, too
 
-    def _run(self) -> None:
-        """Notice that the daemon is gone, and come back to it."""
-        wait = 0.0
-        while not self._closing:
-            if self._wire is not None:
-                self._watch(self._wire)
-                wait = 0.0
-                continue
-            try:
-                self._come_up()
-            except (FileNotFoundError, ConnectionRefusedError):
-                self.arena.unmap()  # nobody keeps that memory any more
-            except (OSError, KvtierError) as error:
-                self._reporter.warn(f"the daemon at {self.path}", str(error))
-            if self._wire is None:
-                self._pause(wait)
-                wait = min(2 * wait or _SOONEST, _LATEST)
-        with self._lock:
-            wire, self._wire = self._wire, None
-        if wire is not None:
-            wire.close()
-
-    def _watch(self, wire: Wire) -> None:
+    def _watch(self) -> bool:
         """Wait until the connection is lost, or this is closed."""
+        wire, tether = self._wire, self._tether
+        if wire is None or tether is None:
+            return False
         poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        while not self._closing:
+        poll.register(tether.wake, select.POLLIN)
+        while not tether.closing:
             poll.register(wire, select.POLLIN | (select.POLLOUT if wire.unsent else 0))
             poll.poll()
-            self._heard()
+            tether.heard()
             try:
                 wire.take(0.0)
                 with self._lock:
                     wire.put(b"", 0.0)
                     self._say()
             except Exception as error:  # noqa: BLE001  (a defect, too: the daemon's end is noticed)
-                if not self._closing:
-                    self._reporter.warn(f"the daemon at {self.path}", str(error))
+                tether.report(str(error))
                 with self._lock:
                     self._wire = None
                 wire.close()
-                return
-
-    def _pause(self, seconds: float) -> None:
-        """Wait, or until this is closed."""
-        select.select([self._wake], [], [], seconds)
-        self._heard()
-
-    def _poke(self) -> None:
-        """Let the thread look again."""
-        os.eventfd_write(self._wake, 1)
-
-    def _heard(self) -> None:
-        """Take note of what it was poked for; what that was, it sees."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
+                break
+        return True

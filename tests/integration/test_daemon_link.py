@@ -14,7 +14,6 @@ import kvtier
 from kvtier.copyplan import CopyPlan
 from kvtier.daemon import link as link_module
 from kvtier.daemon import messages
-from kvtier.daemon.link import Link
 from kvtier.daemon.mapped import MappedArena
 from kvtier.daemon.waits import Waits
 from kvtier.testing.mortal import Mortal, figure, serves, until
@@ -100,14 +99,14 @@ def test_what_waits_ends_also_where_the_link_closes_just_as_it_has_come_up(daemo
     link, before = toy.cache._desk.link, toy.cache._desk.link.up
     match = toy.cache.match(TOKENS)
     came, go = threading.Event(), threading.Event()
-    come_up = Link._come_up
+    come_up = link._come_up
 
-    def held_up(self: Link) -> None:
-        come_up(self)
+    def held_up(time: float) -> None:
+        come_up(time)
         came.set()
         assert go.wait(10)
 
-    monkeypatch.setattr(Link, "_come_up", held_up)
+    monkeypatch.setattr(link._tether, "come_up", held_up)
     daemon.kill_server()
     assert came.wait(10)
     up = link.up
@@ -115,7 +114,7 @@ def test_what_waits_ends_also_where_the_link_closes_just_as_it_has_come_up(daemo
     waiting = toy.cache.fetch(match, timeout=60, deadline=60)
     closing = threading.Thread(target=link.close)
     closing.start()
-    until(lambda: link._closing)
+    until(lambda: link._closed)
     go.set()
     closing.join()
     assert waiting.result(5) is None

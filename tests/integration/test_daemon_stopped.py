@@ -8,11 +8,13 @@ import time
 
 import pytest
 
+import kvtier
 from kvtier.daemon import client as client_module
 from kvtier.daemon import link as link_module
-from kvtier.errors import MisuseError
+from kvtier.daemon import wire as wire_module
+from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.mortal import arenas, figure, serves, until
-from kvtier.testing.toy import CHUNK, prompt
+from kvtier.testing.toy import CHUNK, NAMESPACE, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
 OK = CopyResult(CopyStatus.OK)
@@ -109,6 +111,34 @@ def test_a_long_silence_costs_calls_nothing_more(daemon):
     for _ in range(100):
         assert toy.cache.match(TOKENS).pending
     assert time.monotonic() - begin < 100 * PATIENCE / 4
+    os.kill(daemon.server, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_opening_has_one_deadline_for_all_of_it(daemon, monkeypatch, twin):
+    """Both connections and the joining. The twin gives each of its waits all the time anew."""
+    waits, give = [], wire_module._give
+
+    def given(link, until):
+        until = time.monotonic() + 1.0 if twin else until
+        waits.append(until)
+        give(link, until)
+
+    def joins(self, seat, seconds):
+        waits.append(time.monotonic() + seconds)
+        raise ConfigError("enough was seen")
+
+    monkeypatch.setattr(wire_module, "_give", given)
+    monkeypatch.setattr(link_module.Link, "join", joins)
+    url = f"unix:{daemon.path}?timeout=1s"
+    with pytest.raises(ConfigError, match="enough was seen"):
+        kvtier.open(url, namespace=NAMESPACE)
+    assert len(waits) == 2 * 4 + 1
+    assert (len(set(waits[:-1])) == 1) is not twin
+    assert waits[-1] - waits[0] < 0.5, "joining has what is left"
+    os.kill(daemon.server, signal.SIGSTOP)
+    with pytest.raises(ConfigError, match=r"within 1 s .*kvtier serve"):
+        kvtier.open(url, namespace=NAMESPACE)
     os.kill(daemon.server, signal.SIGCONT)
 
 

@@ -25,9 +25,9 @@ def test_what_a_stopped_daemon_did_not_take_is_said_when_it_goes_on(monkeypatch,
     with running("dram:4MiB") as daemon, contextlib.closing(CpuDevice()) as device:
         worker = Worker("stopped", daemon.path)
         worker.bind(GEOMETRY, kv, device)
-        poke = worker._poke
+        poke = worker._tether.poke
         if not poked:
-            monkeypatch.setattr(worker, "_poke", lambda: None)
+            monkeypatch.setattr(worker._tether, "poke", lambda: None)
         os.kill(daemon.server_pid(), signal.SIGSTOP)
         try:
             for number in range(ENDED):
@@ -39,5 +39,5 @@ def test_what_a_stopped_daemon_did_not_take_is_said_when_it_goes_on(monkeypatch,
         while worker._unsaid and time.monotonic() < until:
             time.sleep(0.01)
         assert bool(worker._unsaid) != poked
-        monkeypatch.setattr(worker, "_poke", poke)
+        monkeypatch.setattr(worker._tether, "poke", poke)
         worker.close()
