@@ -20,7 +20,7 @@ from kvtier.catalog.lease import Lease, Leases, LeaseState
 from kvtier.catalog.owners import Owners, Quota
 from kvtier.catalog.removal import Removal
 from kvtier.catalog.shelf import Room, Shelf, Victims
-from kvtier.catalog.usable import usable_tokens
+from kvtier.catalog.usable import leasable, usable_tokens
 from kvtier.clock import Clock
 from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
@@ -141,20 +141,11 @@ class Catalog(Removal):
         would hold too much.
         """
         with self._lock:
-            find, present = self._index.rows.get, self._index.present
-
-            def has(chunk: int, at: int) -> bool:
-                if chunk < first:  # the engine has it
-                    return True
-                row = find(names[chunk][at], NO_ROW)
-                return row != NO_ROW and bool(present[row] & 1)
-
-            size = shape.chunk_tokens
-            usable, _ = usable_tokens(shape, -(-tokens // size), tokens, has)
-            if usable <= first * size or (whole and usable < tokens):
+            usable, rows = leasable(self._index, names, shape, first, tokens)
+            if usable <= first * shape.chunk_tokens or (whole and usable < tokens):
                 return None
             held = shape.select(names, first, usable)
-            return self._leases.new(first, usable, held, seconds, self, pin)
+            return self._leases.new(first, usable, held, rows, seconds, self, pin)
 
     def may_pin(
         self, names: Sequence[Sequence[RecordId]], shape: Shape, first: int, tokens: int
@@ -186,7 +177,7 @@ class Catalog(Removal):
             if lease.state is not LeaseState.HELD:
                 return False
             mine = self._leases.keeps(lease)  # another's rows are not rows here
-            row = next(itertools.chain.from_iterable(lease.rows), NO_ROW) if mine else NO_ROW
+            row = next(iter(lease.rows), NO_ROW) if mine else NO_ROW
             its = owner if row == NO_ROW else self._index.owner[row]
             if not mine or its != owner:
                 raise MisuseError("this lease is of another cache; each plans its own")
@@ -207,6 +198,12 @@ class Catalog(Removal):
             self._leases.expire()
             self._room.settle_touches(1)
             return len(self._leases)
+
+    def rest(self) -> bool:
+        """Mark one chain that was used, while nobody waits; say whether there are more."""
+        with self._lock:
+            self._room.settle_touches(1)
+            return self._room.behind
 
     def end_lease(self, lease: Lease) -> None:
         """See ``Lease.release``."""

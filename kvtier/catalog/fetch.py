@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.index import DRAM, NO_ROW
-from kvtier.catalog.lease import Lease
+from kvtier.catalog.lease import Lease, by_chunk
 from kvtier.catalog.strays import Strays
 from kvtier.identity.record import RecordId
 from kvtier.identity.shape import Shape
@@ -97,7 +97,8 @@ class Fetcher:
                 await asyncio.wait(reading.values(), timeout=within)
             lease = self._catalog.lease(names, shape, first, tokens, hold, whole=False, pin=pin)
             if lease is not None:
-                lease.sources = tuple(self._source(rows, reading) for rows in lease.rows)
+                by = by_chunk(lease.rows, lease.names)
+                lease.sources = tuple(self._source(rows, reading) for rows in by)
             return lease
         finally:
             self._catalog.release_rows([row for rows in chunks for row in rows])

@@ -10,8 +10,9 @@ from __future__ import annotations
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Final
+
+import numpy as np
 
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot, slot_bytes_for
@@ -23,7 +24,6 @@ DRAM: Final = 0
 """The tier number of DRAM; slower tiers follow in their order."""
 
 _SUM: Final = struct.Struct("16s")
-_slot: Final = partial(tuple.__new__, Slot)  # the class itself takes three times as long
 
 
 class Index:
@@ -74,6 +74,12 @@ class Index:
         bits: list[int] = list(iter(map(self.present.__getitem__, rows).__next__, 0))
         return rows[: len(bits)], bits
 
+    def in_dram(self, names: Iterable[RecordId]) -> list[int]:
+        """Return the rows of parts up to the first that is not in DRAM."""
+        rows: list[int] = list(iter(map(self.rows.get, names).__next__, None))
+        there = np.frombuffer(self.present, np.uint16)[rows] & 1
+        return rows if there.all() else rows[: int(there.argmin())]
+
     def ensure(
         self, name: RecordId, parent: RecordId | None, depth: int, raw_bytes: int, owner: int
     ) -> int:
@@ -113,14 +119,6 @@ class Index:
         """Return the slot that is assigned to the row."""
         return Slot(self.offset[row], slot_bytes_for(self.raw_bytes[row]), self.serial[row])
 
-    def slots(self, rows: Sequence[int]) -> list[Slot]:
-        """Return the slots of many rows, in loops that run in C."""
-        raw = list(map(self.raw_bytes.__getitem__, rows))
-        size = {nbytes: slot_bytes_for(nbytes) for nbytes in set(raw)}
-        offsets, serials = map(self.offset.__getitem__, rows), map(self.serial.__getitem__, rows)
-        fields = zip(offsets, map(size.__getitem__, raw), serials, strict=True)
-        return list(map(_slot, fields))
-
     def set_sum(self, row: int, raw_sum: bytes) -> None:
         """Note the raw checksum of a part in DRAM, 16 bytes."""
         _SUM.pack_into(self._sums, row * _SUM.size, raw_sum)
@@ -146,13 +144,19 @@ class Index:
         if self.parked[row] and before + change == 0:
             self.freed(row)
 
-    def hold_all(self, rows: Iterable[int]) -> None:
-        """Hold each of many rows once more."""
-        holds, fresh = self.holds, 0
-        for row in rows:
-            fresh += not holds[row]
-            holds[row] += 1
-        self.held_rows += fresh
+    def hold_all(self, rows: Sequence[int]) -> bytes:
+        """Hold each of many rows once more, none of them twice; return their slots, packed.
+
+        A view keeps an array from growing, so that none may outlive this.
+        """
+        some = np.array(rows, np.int64)
+        holds = np.frombuffer(self.holds, np.int32)
+        before = holds[some]
+        holds[some] = before + 1
+        self.held_rows += len(rows) - int(np.count_nonzero(before))
+        columns = self.offset, self.raw_bytes, self.serial
+        offsets, raw, serials = (np.frombuffer(column, np.int64)[some] for column in columns)
+        return np.array((offsets, slot_bytes_for(raw), serials), "<u8").tobytes()
 
     def add(self, row: int, tier: int, charged: int = 0) -> None:
         """Make a part present in a tier that has it not."""

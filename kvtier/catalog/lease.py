@@ -15,6 +15,7 @@ from kvtier.clock import Clock
 from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot
+from kvtier.memory.packed import unpack_slots
 from kvtier.metrics import Metrics
 
 T = TypeVar("T")
@@ -35,22 +36,24 @@ class Lease:
 
     first: index of the first chunk. tokens: the length of the prefix that can be continued with
     what is held, counted from the prompt's first token. names and slots: of each chunk, those of
-    the parts that such a prefix needs. sources: for each chunk, the tier that its bytes came
-    from. It ends by ``release`` (or ``with``), or at its deadline; a CopyPlan issued before that
-    keeps the slots until the copy has settled.
+    the parts that such a prefix needs; packed: all these slots, in one. rows: of these parts, in
+    one list; none where the index is a daemon's. sources: for each chunk, the tier that its bytes
+    came from. It ends by ``release`` (or ``with``), or at its deadline; a CopyPlan issued before
+    that keeps the slots until the copy has settled.
     pinned: the number of the cache whose pin it is; it ends with that too. 0 for no pin.
     """
 
     __slots__ = (
         "_keeper",
+        "_slots",
         "deadline",
         "first",
         "names",
+        "packed",
         "pinned",
         "plans",
         "rows",
         "serial",
-        "slots",
         "sources",
         "state",
         "tokens",
@@ -61,8 +64,8 @@ class Lease:
         first: int,
         tokens: int,
         names: Sequence[Sequence[RecordId]],
-        rows: tuple[tuple[int, ...], ...],
-        slots: tuple[tuple[Slot, ...], ...],
+        rows: list[int],
+        packed: bytes,
         deadline: float,
         keeper: Keeper,
     ) -> None:
@@ -70,19 +73,27 @@ class Lease:
         self.tokens = tokens
         self.names = names
         self.rows = rows
-        self.slots = slots
-        self.sources = ("dram",) * len(rows)
+        self.packed = packed
+        self.sources = ("dram",) * len(names)
         self.deadline = deadline
         self.state = LeaseState.HELD
         self.plans = 0
         self.pinned = 0
         self.serial = 0
         self._keeper = keeper
+        self._slots: tuple[tuple[Slot, ...], ...] | None = None
 
     @property
     def chunks(self) -> int:
         """How many chunks are held."""
-        return len(self.rows)
+        return len(self.names)
+
+    @property
+    def slots(self) -> tuple[tuple[Slot, ...], ...]:
+        """For each chunk, the slots of the parts that it is needed for; made when first asked."""
+        if self._slots is None:
+            self._slots = by_chunk(unpack_slots(self.packed), self.names)
+        return self._slots
 
     @property
     def held(self) -> bool:
@@ -153,7 +164,7 @@ class Leases:
     def quarantined(self) -> int:
         """Slots whose lease has ended while a copy may still use them."""
         ended = (lease for lease in self._all.values() if lease.state is not LeaseState.HELD)
-        return sum(len(slots) for lease in ended for slots in lease.slots)
+        return sum(len(lease.rows) for lease in ended)
 
     def keeps(self, lease: Lease) -> bool:
         """Say whether it is one of these, and holds something still."""
@@ -164,23 +175,22 @@ class Leases:
         first: int,
         tokens: int,
         names: Sequence[Sequence[RecordId]],
+        rows: list[int],
         seconds: float,
         keeper: Keeper,
         pin: int = 0,
     ) -> Lease | None:
         """Hold parts that are in DRAM, of chunks from `first` on, and make a lease of them.
 
-        pin: the number of the cache that pins them; None then when that were too much.
+        rows: of all these parts, none of them twice. pin: the number of the cache that pins them;
+        None then when that were too much.
         """
         index = self._room.index
-        rows = list(map(index.rows.__getitem__, itertools.chain.from_iterable(names)))
         if pin and not self.pins.fit((row, index.raw_bytes[row]) for row in rows):
             self._metrics.add("refused_pins")
             return None
-        index.hold_all(rows)
-        slots = by_chunk(index.slots(rows), names)
-        deadline = self._clock() + seconds
-        lease = Lease(first, tokens, names, by_chunk(rows, names), slots, deadline, keeper)
+        packed = index.hold_all(rows)
+        lease = Lease(first, tokens, names, rows, packed, self._clock() + seconds, keeper)
         lease.serial = self._serial = self._serial + 1
         self._all[lease.serial] = lease
         if pin:
@@ -220,8 +230,8 @@ class Leases:
         if lease.state is not LeaseState.HELD and not lease.plans:
             del self._all[lease.serial]
             if lease.pinned:
-                self.pins.drop(itertools.chain.from_iterable(lease.rows))
-            self._room.unhold(itertools.chain.from_iterable(lease.rows))
+                self.pins.drop(lease.rows)
+            self._room.unhold(lease.rows)
 
 
 def by_chunk(values: Iterable[T], names: Sequence[Sequence[RecordId]]) -> tuple[tuple[T, ...], ...]:

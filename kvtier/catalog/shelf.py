@@ -100,6 +100,11 @@ class Room:
                 shelf.order.touch(rows)
         del self._touched[:chains]
 
+    @property
+    def behind(self) -> bool:
+        """Whether there are chains to be marked."""
+        return bool(self._touched)
+
     def in_dram(self, row: int) -> bool:
         """Say whether the part's bytes are whole in its slot."""
         return row != NO_ROW and bool(self.index.present[row] & 1)

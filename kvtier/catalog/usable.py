@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 
+from kvtier.catalog.index import DRAM, NO_ROW, Index
+from kvtier.identity.record import RecordId
 from kvtier.identity.shape import Shape
 
-__all__ = ["usable_tokens"]
+__all__ = ["leasable", "usable_tokens"]
 
 
 def usable_tokens(
@@ -32,6 +34,38 @@ def usable_tokens(
         if all(runs[at][last] > last - first for at, first in firsts):
             return tokens, whole
     return 0, whole
+
+
+def leasable(
+    index: Index, names: Sequence[Sequence[RecordId]], shape: Shape, first: int, tokens: int
+) -> tuple[int, list[int]]:
+    """Return the longest usable length for which DRAM has all that is needed, and its rows.
+
+    tokens: at most; what is before chunk `first` the engine has. Under the Catalog's lock.
+    """
+    if shape.plain:  # no step of Python for each part
+        return _leasable_plain(index, names, shape, first, tokens)
+    find, present = index.find, index.present
+
+    def has(chunk: int, at: int) -> bool:
+        if chunk < first:
+            return True
+        row = find(names[chunk][at])
+        return row != NO_ROW and bool(present[row] & 1 << DRAM)
+
+    usable, _ = usable_tokens(shape, -(-tokens // shape.chunk_tokens), tokens, has)
+    held = itertools.chain.from_iterable(shape.select(names, first, usable))
+    return usable, list(map(index.rows.__getitem__, held))
+
+
+def _leasable_plain(
+    index: Index, names: Sequence[Sequence[RecordId]], shape: Shape, first: int, tokens: int
+) -> tuple[int, list[int]]:
+    size, block, parts = shape.chunk_tokens, shape.block_tokens, len(shape.names)
+    wanted = names[first : -(-tokens // size)]
+    rows = index.in_dram(itertools.chain.from_iterable(wanted))
+    usable = min((first + len(rows) // parts) * size, tokens // block * block)
+    return usable, rows[: (-(-usable // size) - first) * parts]
 
 
 def _whole(places: Sequence[int], chunks: int, has: Callable[[int, int], bool]) -> int:

@@ -45,6 +45,10 @@ class Answering(Protocol[S]):
         """Four times a second."""
         ...
 
+    def rest(self) -> bool:
+        """Do a piece of what was put off, while nobody asks; say whether there is more."""
+        ...
+
 
 def failed(error: KvtierError, number: int) -> bytes:
     """Return the frame that says an error of kvtier's."""

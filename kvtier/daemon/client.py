@@ -11,7 +11,6 @@ from kvtier.catalog.lease import Lease, LeaseState
 from kvtier.clock import monotonic
 from kvtier.daemon import answers, messages
 from kvtier.daemon.address import PATIENCE, TIMEOUT, parse_address
-from kvtier.daemon.frames import SLOT_BYTES, unpack_slots
 from kvtier.daemon.link import Link
 from kvtier.daemon.messages import Message
 from kvtier.daemon.orders import NO_PROMPT, Orders, in_bounds
@@ -21,6 +20,7 @@ from kvtier.desk import Desk, Issued, Match, Reserved
 from kvtier.errors import MisuseError
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.shape import Shape
+from kvtier.memory.packed import SLOT_BYTES, unpack_slots
 from kvtier.prefix import Prefix
 from kvtier.retention import Term
 from kvtier.seams import Future

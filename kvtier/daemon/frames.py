@@ -13,8 +13,8 @@ body:
 
 The body is the message's fields as a MessagePack array, in the order in which ``messages`` and
 ``answers`` list them.
-Slots come as three runs of unsigned 64-bit numbers, little-endian: all offsets, all lengths, all
-serials. No KV crosses a socket: both sides map the arena, whose descriptor comes with Welcome.
+Slots come packed, as ``kvtier.memory.packed`` says. No KV crosses a socket: both sides map the
+arena, whose descriptor comes with Welcome.
 
 A client opens a connection and says Hello, with its pidfd; the daemon says Welcome, with the
 arena's descriptor. After a break, Resume comes next. Then Join for each namespace, and any of the
@@ -28,33 +28,25 @@ as it is decoded. What does not pass is a ProtocolError: the daemon answers Fail
 
 from __future__ import annotations
 
-import itertools
 import struct
-from collections.abc import Iterable
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
 from kvtier.daemon import answers, messages
 from kvtier.daemon.messages import Message
 from kvtier.errors import ProtocolError
-from kvtier.memory.arena import Slot
 
 __all__ = [
     "HEADER",
     "KINDS",
-    "SLOT_BYTES",
     "VERSION",
     "decode",
     "encode",
     "open_frame",
-    "pack_slots",
-    "unpack_slots",
 ]
 
 VERSION: Final = 1
-SLOT_BYTES: Final = 24
 MAGIC: Final = b"KV"
 HEADER: Final = struct.Struct("<2sBBIQ")
 KINDS: Final[dict[int, type[Message]]] = {
@@ -110,18 +102,3 @@ def decode(kind: int, body: bytes | bytearray | memoryview) -> Message:
     except Exception as error:
         raise ProtocolError(f"not a {KINDS[kind].__name__}: {error}") from error
     return message
-
-
-def pack_slots(slots: Iterable[Slot]) -> bytes:
-    """Return slots as a message carries them."""
-    columns = zip(*slots, strict=True)
-    return b"".join([struct.pack(f"<{len(column)}Q", *column) for column in columns])
-
-
-def unpack_slots(data: bytes) -> list[Slot]:
-    """Read slots. Raises ProtocolError for half of one."""
-    if len(data) % SLOT_BYTES:
-        raise ProtocolError(f"{len(data)} bytes are no slots")
-    columns = np.frombuffer(data, "<u8").reshape(3, -1)
-    rows = zip(*columns.tolist(), strict=True)
-    return list(map(tuple.__new__, itertools.repeat(Slot), rows))  # no Python frame for each

@@ -26,9 +26,9 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvtier.clock import Clock, monotonic
-from kvtier.daemon.frames import unpack_slots
 from kvtier.errors import ConfigError, ProtocolError
 from kvtier.memory.arena import Slot
+from kvtier.memory.packed import unpack_slots
 
 __all__ = ["CELLS", "MEMBERS", "Grant", "Grants", "Who", "cells_for", "make_grants"]
 

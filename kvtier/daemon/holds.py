@@ -16,7 +16,6 @@ from kvtier.clock import Clock
 from kvtier.daemon import answers, messages
 from kvtier.daemon.busy import Busy
 from kvtier.daemon.errands import Reply
-from kvtier.daemon.frames import pack_slots
 from kvtier.daemon.grants import CELLS, cells_for
 from kvtier.daemon.out import Out, Outs
 from kvtier.daemon.prompts import weight
@@ -27,6 +26,7 @@ from kvtier.errors import KvtierError, ProtocolError
 from kvtier.identity.record import KEY_BYTES, record_id
 from kvtier.local import LocalDesk
 from kvtier.memory.arena import Slot
+from kvtier.memory.packed import pack_slots
 from kvtier.prefix import Prefix
 from kvtier.retention import Term
 from kvtier.seams import CancelledError, Future
@@ -168,7 +168,7 @@ class Holds:
             lease.tokens,
             lease.first,
             numbered(lease.sources, self._depot.numbers),
-            holding.packed,
+            lease.packed,
             max(lease.deadline - self._clock(), 0.0),
         )
 
@@ -204,7 +204,7 @@ class Holds:
         if holding is None:
             return 0
         more = holding.nbytes - holding.charged  # a pin counts from its first plan on
-        cells = cells_for(holding.packed)
+        cells = cells_for(holding.lease.packed)
         if more > self._spare(session) or not self._have(session, cells):
             self._depot.metrics.add("refused_holds")
             return 0
@@ -220,7 +220,7 @@ class Holds:
 
         holding.plans += 1
         self._weigh(token, holding)
-        return self._sent(session, plan, holding.nbytes, holding.packed, end)
+        return self._sent(session, plan, holding.nbytes, lease.packed, end)
 
     def reserve(
         self,

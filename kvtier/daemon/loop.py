@@ -25,6 +25,7 @@ from kvtier.daemon.answers import Closing, Failed, Welcome
 from kvtier.daemon.connection import Connection
 from kvtier.daemon.frames import decode, encode
 from kvtier.daemon.limits import Limits, descriptors
+from kvtier.daemon.lookout import Lookout
 from kvtier.daemon.messages import Bye, Hello, Message
 from kvtier.daemon.process import Process
 from kvtier.errors import ConfigError, KvtierError, ProtocolError
@@ -37,8 +38,6 @@ _ACCEPTED: Final = 64  # connections at a time, so that a flood of them keeps no
 _TURN_FRAMES: Final = 8
 _TURN_BYTES: Final = 64 << 10
 _FAREWELL: Final = 1.0  # seconds until clients have read that the daemon ends
-_EPOLL_IN: Final = select.EPOLLIN
-_EPOLL_BOTH: Final = select.EPOLLIN | select.EPOLLOUT
 _log = logging.getLogger("kvtier")
 
 
@@ -80,7 +79,7 @@ class Server:
         self._ending = False
         self._deaf = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._epoll = select.epoll()
+        self._lookout = Lookout(clock, sessions.rest)
         self._calls: dict[int, Callable[[], object]] = {}  # by descriptor, of what is no client
         self.watch(self._bell, functools.partial(os.eventfd_read, self._bell))
         self.watch(listening.fileno(), self._accept)
@@ -88,7 +87,7 @@ class Server:
     def watch(self, number: int, call: Callable[[], object]) -> None:
         """Have the loop call this when a descriptor can be read. By its thread, or before."""
         self._calls[number] = call
-        self._epoll.register(number, _EPOLL_IN)
+        self._lookout.add(number)
 
     def watch_process(self, process: Process) -> None:
         """Tell the sessions when this process has ended; the loop closes it then."""
@@ -120,14 +119,14 @@ class Server:
             connection.close()
         for process in self._processes.values():
             process.close()
-        self._epoll.close()
+        self._lookout.close()
         os.close(self._bell)
 
     def _round(self, wait: float) -> None:
         """Give each client that has something a turn, and send what others answered."""
         again = self._more
         self._more = {}
-        for number, events in self._epoll.poll(wait):
+        for number, events in self._lookout.wait(wait):
             connection = self._connections.get(number)
             if connection is None:
                 self._calls[number]()
@@ -142,7 +141,7 @@ class Server:
         self._forget_gone()
 
     def _ended(self, process: Process) -> None:
-        self._epoll.unregister(process.pidfd)
+        self._lookout.drop(process.pidfd)
         del self._calls[process.pidfd]
         del self._processes[process.pid, process.start_time]
         process.dead = True
@@ -152,7 +151,7 @@ class Server:
     def _tick(self) -> None:
         """Drop who is late, and let sessions see to what is over."""
         if self._deaf:
-            self._epoll.register(self._listening, _EPOLL_IN)
+            self._lookout.add(self._listening)
             self._deaf = False
         now = self._clock()
         late = [one for one, when in self._late.items() if when <= now]
@@ -171,13 +170,13 @@ class Server:
                 return
             except OSError as error:  # no descriptor left, or the client went
                 _log.warning("a client could not be let in: %s", error.strerror)
-                self._epoll.unregister(self._listening)  # it would be readable for ever
+                self._lookout.drop(self._listening)  # it would be readable for ever
                 self._deaf = True
                 return
             sock.settimeout(0.0)
             connection: Connection[Any] = Connection(sock)
             self._connections[sock.fileno()] = connection
-            self._epoll.register(sock, _EPOLL_IN)
+            self._lookout.add(sock)
             self._late[connection] = self._clock() + self.limits.seconds
             if len(self._connections) > self._most:
                 self._refuse(
@@ -202,7 +201,7 @@ class Server:
         number = connection.sock.fileno()
         if self._connections.get(number) is not connection:
             return  # it went before
-        self._epoll.unregister(number)
+        self._lookout.drop(number)
         del self._connections[number]
         self._late.pop(connection, None)
         self._more.pop(connection, None)
@@ -367,7 +366,7 @@ class Server:
             self._drop(connection)
         elif bool(connection.waiting) is not connection.watched:
             connection.watched = not connection.watched
-            self._epoll.modify(connection.sock, _EPOLL_BOTH if connection.watched else _EPOLL_IN)
+            self._lookout.change(connection.sock, writing=connection.watched)
 
     def _refuse(self, connection: Connection[Any], number: int, error: KvtierError) -> None:
         """Say why, read no more, and close when it is sent, or after seconds."""
@@ -383,7 +382,7 @@ class Server:
     def _farewell(self) -> None:
         """Tell all clients that the daemon ends, and give them a second to read it."""
         if not self._deaf:
-            self._epoll.unregister(self._listening)
+            self._lookout.drop(self._listening)
         self._send_posted()
         frame = encode(Closing())
         for connection in list(self._connections.values()):
@@ -391,7 +390,7 @@ class Server:
                 self._send(connection, frame)
         until = self._clock() + _FAREWELL
         while (left := until - self._clock()) > 0 and self._unread:
-            for number, events in self._epoll.poll(left):
+            for number, events in self._lookout.wait(left):
                 found = self._connections.get(number)
                 if found is not None and events & select.EPOLLOUT:
                     self._flush(found)

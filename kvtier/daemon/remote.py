@@ -8,9 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 from kvtier.catalog.catalog import Part
-from kvtier.catalog.lease import Keeper, Lease, LeaseState, by_chunk
+from kvtier.catalog.lease import Keeper, Lease, LeaseState
 from kvtier.clock import monotonic
-from kvtier.daemon.frames import unpack_slots
 from kvtier.daemon.up import Era, Up
 from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
@@ -41,13 +40,11 @@ class Origin(Keeper, Protocol):
 class RemoteLease(Lease):
     """See Lease. number: the daemon's; up: the session that it is good for.
 
-    packed: its slots, as they came; they are unpacked when somebody asks for them.
     It ends with that session, too, and by this process's clock at the latest.
     """
 
-    __slots__ = ("_found", "_packed", "_slots", "number", "origin", "up")
+    __slots__ = ("_found", "number", "origin", "up")
     _found: LeaseState
-    _slots: tuple[tuple[Slot, ...], ...]
 
     def __init__(
         self,
@@ -61,19 +58,7 @@ class RemoteLease(Lease):
         self.origin = origin
         self.up, self.number = key
         first, tokens = span
-        self._packed = packed
-        super().__init__(first, tokens, names, ((),) * len(names), (), deadline, origin)
-
-    @property
-    def slots(self) -> tuple[tuple[Slot, ...], ...]:
-        """See Lease."""
-        if not self._slots:
-            self._slots = by_chunk(unpack_slots(self._packed), self.names)
-        return self._slots
-
-    @slots.setter
-    def slots(self, slots: tuple[tuple[Slot, ...], ...]) -> None:
-        self._slots = slots
+        super().__init__(first, tokens, names, [], packed, deadline, origin)
 
     @property
     def state(self) -> LeaseState:

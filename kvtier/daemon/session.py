@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
-import struct
 from typing import Literal
 
 from kvtier.catalog.lease import Lease
-from kvtier.daemon.frames import SLOT_BYTES, pack_slots
 from kvtier.daemon.grants import Who
 from kvtier.daemon.prompts import Recall
 from kvtier.local import LocalDesk
+from kvtier.memory.packed import packed_bytes
 
 __all__ = ["Holding", "Session"]
 
 
 class Holding:
-    """A lease of a session. packed: its slots, as messages carry them; nbytes: of all of them.
+    """A lease of a session. nbytes: of all its slots.
 
     plans: of it that are out; charged: bytes that the session is charged for it now.
     """
 
-    __slots__ = ("charged", "desk", "lease", "nbytes", "number", "packed", "plans")
+    __slots__ = ("charged", "desk", "lease", "nbytes", "number", "plans")
 
     def __init__(self, number: int, lease: Lease, desk: LocalDesk) -> None:
         self.number = number
         self.lease = lease
         self.desk = desk
-        self.packed = pack_slots(itertools.chain.from_iterable(lease.slots))
-        count = len(self.packed) // SLOT_BYTES
-        self.nbytes = sum(struct.unpack_from(f"<{count}Q", self.packed, 8 * count))
+        self.nbytes = packed_bytes(lease.packed)
         self.plans = 0
         self.charged = 0
 

@@ -235,6 +235,10 @@ class Sessions:
             for session in self._all.values():
                 self._holds.look_at(session)
 
+    def rest(self) -> bool:
+        """Mark one chain that was used, while nobody asks; say whether there are more."""
+        return self._depot.catalog.rest()
+
     def close(self) -> None:
         """End all sessions; write down what waits, and close the depot. Blocks, bounded.
 

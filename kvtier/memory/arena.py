@@ -15,7 +15,7 @@ import mmap
 import os
 from array import array
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +26,7 @@ from kvtier.units import format_bytes, format_least
 
 __all__ = ["Arena", "Memory", "Slot", "slot_bytes_for"]
 
+N = TypeVar("N", int, NDArray[np.int64])
 
 _EXTENT_BYTES: Final = 64 << 20
 _EXTENTS: Final = 64  # at least as many, where they are not below one slot
@@ -60,8 +61,8 @@ class Memory(Protocol):
         ...
 
 
-def slot_bytes_for(part_bytes: int) -> int:
-    """Return the bytes of a slot for a part: whole pages, for O_DIRECT."""
+def slot_bytes_for(part_bytes: N) -> N:
+    """Return the bytes of a slot for a part, or of many: whole pages, for O_DIRECT."""
     return -(-part_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

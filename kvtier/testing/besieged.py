@@ -23,7 +23,6 @@ import numpy as np
 import kvtier
 from kvtier.clock import monotonic
 from kvtier.daemon import answers, messages
-from kvtier.daemon.frames import unpack_slots
 from kvtier.daemon.grants import Grants, make_grants
 from kvtier.daemon.messages import Message, Prompt
 from kvtier.daemon.process import Process
@@ -31,6 +30,7 @@ from kvtier.daemon.sessions import Session, Sessions
 from kvtier.depot import Depot
 from kvtier.errors import KvtierError, ProtocolError
 from kvtier.memory.arena import Arena, Slot
+from kvtier.memory.packed import unpack_slots
 from kvtier.memory.sealed import sealed_memory
 from kvtier.seams import ThreadFlow
 from kvtier.testing.wire import PROMPT

@@ -82,8 +82,7 @@ def drop_holds_at_the_deadline_of_a_plan() -> list[Patch]:
     def broken(self: Leases, lease: Lease) -> None:
         if lease.serial in self._all and lease.state.name != "HELD":
             del self._all[lease.serial]
-            for rows in lease.rows:
-                self._room.unhold(rows)
+            self._room.unhold(lease.rows)
 
     return [(Leases, "drop", broken)]
 

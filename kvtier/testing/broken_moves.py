@@ -153,7 +153,7 @@ def lease_without_a_hold() -> list[Patch]:
     def broken(self: Leases, *args: Any) -> Lease | None:
         lease = new(self, *args)
         if lease is not None:
-            self._room.unhold(row for rows in lease.rows for row in rows)
+            self._room.unhold(lease.rows)
         return lease
 
     return [(Leases, "new", broken)]

@@ -74,7 +74,7 @@ def hold_what_was_prefetched() -> list[Patch]:
     async def broken(self: Moves, *args: Any, **more: Any) -> Any:
         lease = await fetch(self, *args, **more)
         if lease is not None and more.get("ahead"):
-            self._catalog._index.hold(next(row for rows in lease.rows for row in rows), 1)
+            self._catalog._index.hold(lease.rows[0], 1)
         return lease
 
     return [(Moves, "fetch", broken)]

@@ -86,6 +86,10 @@ class LoopSessions:
         """Count it."""
         self.ticks += 1
 
+    def rest(self) -> bool:
+        """Have nothing that was put off."""
+        return False
+
 
 class RunningLoop:
     """A loop on a thread, behind a socket in `folder`."""

@@ -156,7 +156,7 @@ class Oracle:
 
     def _check_holds(self) -> None:
         index = self._index
-        known = Counter(row for lease in self._leases() for rows in lease.rows for row in rows)
+        known = Counter(row for lease in self._leases() for row in lease.rows)
         for row in index.rows.values():
             if index.serial[row] and not index.present[row] & 1 << DRAM:
                 known[row] += 1  # it is being filled
@@ -203,10 +203,9 @@ class Oracle:
     def expect_leased(self, lease: Lease) -> None:
         """Check that each slot of a lease is that of its part, and whole."""
         index = self._index
-        for rows, slots in zip(lease.rows, lease.slots, strict=True):
-            for row, slot in zip(rows, slots, strict=True):
-                self._expect(index.slot(row) == slot, f"a leased slot is no longer row {row}'s")
-                self.expect_bytes(index.names[row], slot, index.raw_bytes[row], "leased")
+        for row, slot in zip(lease.rows, itertools.chain(*lease.slots), strict=True):
+            self._expect(index.slot(row) == slot, f"a leased slot is no longer row {row}'s")
+            self.expect_bytes(index.names[row], slot, index.raw_bytes[row], "leased")
 
     def expect_bytes(self, name: RecordId, slot: Slot, size: int, what: str) -> None:
         """Check that a slot is in use and holds exactly the bytes of that part."""

@@ -143,7 +143,7 @@ class Clients:
             return
         if self._removals._rate:  # what is saved anew may come before the read of what it was
             return
-        came = (self._oracle.came.get(row, asked) for rows in lease.rows for row in rows)
+        came = (self._oracle.came.get(row, asked) for row in lease.rows)
         late = self._loop.time() - max(asked, *came)
         if late > self._loop.stalled - stalled + _LATE_SECONDS:
             raise SimError(f"a fetch ended {late:.3f} s late: all of it had come")

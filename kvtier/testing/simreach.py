@@ -174,7 +174,7 @@ class Neighbours:
         catalog = inside(self._world.cache).catalog
         index, pins = catalog._index, catalog._leases.pins
         leases = [one for one in catalog._leases._all.values() if one.pinned]
-        counted = Counter(row for lease in leases for rows in lease.rows for row in rows)
+        counted = Counter(row for lease in leases for row in lease.rows)
         if counted != pins._rows:
             raise SimError(f"{len(counted)} parts are pinned, counted {len(pins)}")
         if pins.nbytes != sum(index.slot(row).nbytes for row in counted):

@@ -10,7 +10,6 @@ from typing import Any, Final, Literal
 
 from kvtier.config import Config
 from kvtier.daemon import answers, messages
-from kvtier.daemon.frames import unpack_slots
 from kvtier.daemon.grants import Grants, make_grants
 from kvtier.daemon.messages import Message, Prompt
 from kvtier.daemon.process import Process
@@ -18,6 +17,7 @@ from kvtier.daemon.sessions import Session, Sessions
 from kvtier.depot import Depot
 from kvtier.identity.geometry import Component, Geometry
 from kvtier.memory.arena import Arena, Slot
+from kvtier.memory.packed import unpack_slots
 from kvtier.memory.sealed import sealed_memory
 from kvtier.seams import ThreadFlow
 from kvtier.testing.small_catalog import Clock

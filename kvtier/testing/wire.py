@@ -7,10 +7,10 @@ from typing import Final
 
 from kvtier.catalog.explain import ChunkPlace, End, Explanation, PartPlace
 from kvtier.daemon import answers, messages
-from kvtier.daemon.frames import pack_slots
 from kvtier.daemon.messages import Message, Prompt
 from kvtier.identity.geometry import Component, Geometry, Needs
 from kvtier.memory.arena import Slot
+from kvtier.memory.packed import pack_slots
 
 __all__ = ["NUMBER", "PROMPT", "SAMPLES"]
 

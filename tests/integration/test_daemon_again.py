@@ -69,7 +69,7 @@ def test_a_stale_lease_is_refused_by_the_daemon_as_well(daemon, monkeypatch):
     fresh = toy.cache.lease(toy.cache.match(TOKENS), deadline=600)
     assert not stale.held
     key, span = (fresh.up, stale.number), (0, 4 * CHUNK)
-    again = RemoteLease(span, fresh.names, fresh._packed, fresh.deadline, fresh.origin, key)
+    again = RemoteLease(span, fresh.names, fresh.packed, fresh.deadline, fresh.origin, key)
     assert toy.cache.plan_load(again, range(16)) is None
     plan = toy.cache.plan_load(fresh, range(16))
     toy.cache.settle(plan, OK)

@@ -9,12 +9,12 @@ import pytest
 from kvtier.clock import monotonic
 from kvtier.config import Config
 from kvtier.daemon import messages
-from kvtier.daemon.frames import unpack_slots
 from kvtier.depot import Depot
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.record import Header, Part, checksum, record_id
 from kvtier.identity.shape import chunk_shape
+from kvtier.memory.packed import unpack_slots
 from kvtier.metrics import Metrics
 from kvtier.opening import open_tiers
 from kvtier.seams import ThreadFlow

@@ -191,7 +191,7 @@ class Walk:
     def issue(self) -> None:
         for lease in self.leases[-1:]:
             in_time = lease.held and lease.deadline > self.clock.now
-            assert self.catalog.issue(lease, self.index.owner[lease.rows[0][0]]) is in_time
+            assert self.catalog.issue(lease, self.index.owner[lease.rows[0]]) is in_time
         self.expire()
 
     def settle(self) -> None:
@@ -292,7 +292,7 @@ class Walk:
         rows = list(dict.fromkeys((*index.rows.values(), *nameless)))
         holds: Counter[int] = Counter()
         for lease in self.catalog._leases._all.values():
-            holds.update(row for parts in lease.rows for row in parts)
+            holds.update(lease.rows)
         filling = [row for _, _, row in self.reserved] + self.reading
         holds.update(filling)
         holds.update(index.parent[row] for row in filling if index.parent[row] != NO_ROW)

@@ -27,6 +27,7 @@ from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.geometry import DTYPE_BYTES, LAYOUT, Component, Geometry, Needs
 from kvtier.local import LocalDesk
 from kvtier.memory.arena import Slot
+from kvtier.memory.packed import pack_slots, unpack_slots
 from kvtier.testing import besieged, fuzz
 from kvtier.testing.hostile import WAYS, hostile
 from kvtier.testing.wire import NUMBER, SAMPLES
@@ -150,12 +151,12 @@ def test_a_message_reads_back(message: Message, number: int):
 
 @given(SLOTS)
 def test_slots_read_back(slots: list[Slot]):
-    data = frames.pack_slots(slots)
+    data = pack_slots(slots)
     assert len(data) == 24 * len(slots)
-    assert frames.unpack_slots(data) == slots
+    assert unpack_slots(data) == slots
     if slots:
         with pytest.raises(ProtocolError, match="are no slots"):
-            frames.unpack_slots(data[:-1])
+            unpack_slots(data[:-1])
 
 
 def test_the_longest_prompt_fits_every_message_that_carries_one():

@@ -10,11 +10,11 @@ import sys
 import pytest
 
 from kvtier.daemon import grants as module
-from kvtier.daemon.frames import pack_slots
 from kvtier.daemon.grants import CELLS, Grant, Grants, Who, cells_for, make_grants
 from kvtier.daemon.out import first_plan
 from kvtier.errors import ConfigError, ProtocolError
 from kvtier.memory.arena import Slot
+from kvtier.memory.packed import pack_slots
 from kvtier.memory.sealed import PAGE_BYTES
 
 ARENA = 77

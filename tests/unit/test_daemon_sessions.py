@@ -8,9 +8,9 @@ import pytest
 
 from kvtier.daemon import messages
 from kvtier.daemon.calls import Calls
-from kvtier.daemon.frames import unpack_slots
 from kvtier.daemon.holds import Holds
 from kvtier.errors import MisuseError
+from kvtier.memory.packed import unpack_slots
 from kvtier.seams import Future
 from kvtier.testing.small_daemon import CHUNK, PART_BYTES, SmallDaemon, prompt
 

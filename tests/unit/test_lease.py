@@ -146,6 +146,17 @@ def test_a_lease_is_its_processs(small, monkeypatch):
     lease.release()
 
 
+def test_the_slots_of_a_lease_are_those_it_held_whenever_they_are_asked_for(small):
+    parts = chain(4)
+    small.save(parts)
+    lease = small.lease(parts, 9.0)
+    before = [small.catalog._index.slot(row) for row in lease.rows]
+    lease.release()
+    assert small.save(chain(4, seed=1)) == 4
+    assert [slot for chunk in lease.slots for slot in chunk] == before
+    assert lease.slots is lease.slots
+
+
 def test_settling_what_was_not_issued_is_misuse(small):
     parts = chain(1)
     small.save(parts)

@@ -75,7 +75,7 @@ def test_what_lies_behind_a_tier_that_does_not_answer_does_not_count_as_used(sma
 def test_a_long_prompt_is_found_without_a_step_of_python_for_each_part():
     """Memory only, under the lock, for microseconds: a step in Python is a hundred times one in C.
 
-    A lease of it groups its rows and slots without one, too.
+    A lease of it holds its rows and takes their slots without one, too.
     """
     small, counts = SmallCatalog(64), []
     for seed, count in enumerate((4, 60)):
@@ -83,8 +83,7 @@ def test_a_long_prompt_is_found_without_a_step_of_python_for_each_part():
         assert small.save(parts) == count
         names, tokens = names_of(parts), count * SHAPE.chunk_tokens
         matching = python_calls(lambda: small.catalog.match(names, SHAPE, tokens))  # noqa: B023
-        leases = small.catalog._leases
-        leasing = python_calls(lambda: leases.new(0, tokens, names, 1.0, small.catalog))  # noqa: B023
+        leasing = python_calls(lambda: small.lease(parts, 1.0))  # noqa: B023
         counts.append((matching, leasing))
     small.close()
     assert counts[0] == counts[1]
@@ -113,6 +112,13 @@ class Hybrid:
     def found(self, chunks) -> Found:
         names = [[part.name for part in chunk] for chunk in chunks]
         return self.catalog.match(names, BOTH, len(chunks) * BOTH.chunk_tokens)
+
+    def leased(self, first: int) -> list[int]:
+        """Return the rows that a lease from a chunk on has, of as much as there is."""
+        names = [[part.name for part in chunk] for chunk in self.chunks]
+        tokens = len(names) * BOTH.chunk_tokens
+        lease = self.catalog.lease(names, BOTH, first, tokens, 1.0, whole=False)
+        return lease.rows if lease else []
 
 
 def test_of_each_chunk_the_slowest_tier_that_a_needed_part_comes_from_is_told():
@@ -154,9 +160,37 @@ def test_what_the_engine_has_need_not_be_in_dram(small):
     small.catalog.stored(parts[0], LMDB, 0)
     small.catalog.lost(small.rows(parts)[0], DRAM)
     lease = small.catalog.lease(names_of(parts), SHAPE, 1, 32, 1.0, whole=True)
-    assert lease.rows == ((small.rows(parts)[1],),)
+    assert lease.rows == [small.rows(parts)[1]]
     assert small.lease(parts, 1.0) is None
     lease.release()
+
+
+def test_a_lease_has_whole_blocks(small):
+    parts = chain(2)
+    small.save(parts)
+    lease = small.catalog.lease(names_of(parts), SHAPE, 0, 20, 1.0, whole=False)
+    assert (lease.tokens, lease.chunks, lease.rows) == (16, 1, small.rows(parts)[:1])
+    lease.release()
+
+
+def test_a_lease_of_several_kinds_has_what_each_needs_beyond_what_the_engine_has():
+    hybrid = Hybrid(8, 4)
+    assert hybrid.save(hybrid.chunks[:3]) == 6
+    index = hybrid.catalog._index
+    (top, _), (middle, behind), (last, window) = (
+        [index.find(part.name) for part in chunk] for chunk in hybrid.chunks[:3]
+    )
+    assert hybrid.leased(0) == [top, middle, last, window]
+    assert hybrid.leased(1) == [middle, last, window]
+    hybrid.catalog.stored(hybrid.chunks[0][0], LMDB, 0)
+    hybrid.catalog.lost(top, DRAM)
+    assert hybrid.leased(0) == []
+    assert hybrid.leased(1) == [middle, last, window]
+    hybrid.catalog.lost(window, DRAM)
+    assert hybrid.leased(1) == [middle, behind]
+    hybrid.catalog.lost(behind, DRAM)
+    assert hybrid.leased(1) == []
+    hybrid.arena.close()
 
 
 def test_a_lease_of_another_catalog_is_refused_whatever_that_has(small):
@@ -187,6 +221,15 @@ def test_what_was_put_off_is_marked_while_nothing_else_is_done(small):
     for left in (2, 1, 0):
         small.catalog.expire()
         assert len(put_off) == left
+
+
+def test_what_was_put_off_is_marked_while_nobody_asks(small):
+    small.save(chain(1))
+    small.catalog._room.settle_touches()
+    for _ in range(3):
+        small.found(chain(1))
+    assert [small.catalog.rest() for _ in range(3)] == [True, True, False]
+    assert not small.catalog._room._touched
 
 
 def test_what_a_save_goes_on_from_counts_as_used(small):
