@@ -75,8 +75,8 @@ engines: $(ENGINES)/.engines-done  ## run the cases of real vLLM, in a venv of i
 soak: setup  ## 64 clients on a daemon for ten minutes, all killed and stopped, into soak.json
 	@$(BIN)/python -m kvtier.testing.soak --seconds 600 --clients 64 --json soak.json
 
-device: setup  ## each hazard of copies on 1,000 schedules, with its edges and without, into device.json
-	@$(BIN)/python -m kvtier.testing.hazards --schedules 1000 --json device.json
+device: setup  ## hazards of copies on 1,000 schedules, the copy kernel and its mutants, into device.json
+	@$(BIN)/python -m kvtier.testing.device --schedules 1000 --json device.json
 
 clean:  ## remove what was built and cached, but not the venvs
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Copy", "Device", "Fence", "Role", "Stream", "group_planes"]
+__all__ = ["HOLE", "Copy", "Device", "Fence", "Role", "Stream", "block_runs", "group_planes"]
 
 Role = Literal["load", "store"]
+HOLE: Final = -1
+"""In the place of a block's id: neither read nor written, and its place in the slot neither."""
 
 
 class Fence(Protocol):
@@ -42,8 +44,10 @@ class Stream(Protocol):
 class Copy:
     """One copy between blocks of a paged cache and part of a slot.
 
-    pages: bytes of the paged cache, uint8 [planes, blocks, bytes of a block].
-    blocks: ids of the engine's blocks, in token order; read when the copy is enqueued, not later.
+    pages: bytes of the paged cache, uint8 [planes, blocks, bytes of a block], the last of them
+        dense. Of a GPU's memory it only says where that is: nobody on the host looks inside.
+    blocks: ids of the engine's blocks, in token order, or HOLE; read when the copy is enqueued,
+        not later.
     slot: bytes of the same tokens in the slot, uint8 [planes, len(blocks), bytes of a block];
         strided along planes when only some of a chunk's tokens are copied.
     """
@@ -67,8 +71,10 @@ class Device(Protocol):
         """View a KV tensor as bytes [planes, blocks, bytes of a block].
 
         tensor: torch or numpy; its leading dimensions make up `planes`, the next is the block,
-            and what follows has `block_bytes`.
-        Raises ConfigError when it has another shape, is not contiguous or lies on another device.
+            and what follows has `block_bytes`. Planes and blocks may lie apart, in either order,
+            as views of larger tensors do; the bytes of one block are taken as they lie in memory.
+        Raises ConfigError when it has another shape, when a block has gaps or shares bytes with
+        another, and when it lies on another device.
         """
         ...
 
@@ -98,3 +104,17 @@ class Device(Protocol):
 def group_planes(planes: int, index: int, groups: int) -> slice:
     """Return the planes of one of `groups` runs, which ``scatter`` has a fence for."""
     return slice(planes * index // groups, planes * (index + 1) // groups)
+
+
+def block_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Yield runs of consecutive blocks: from and to which place, and the first id. No holes."""
+    at = 0
+    while at < len(blocks):
+        first, stop = blocks[at], at + 1
+        while stop < len(blocks) and blocks[stop] == first + stop - at:
+            stop += 1
+        if first != HOLE:
+            yield at, stop, first
+            at = stop
+        else:
+            at += 1

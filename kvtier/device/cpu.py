@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -13,7 +12,8 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.device.base import Copy, Fence, Role, Stream, group_planes
+from kvtier.device.base import Copy, Fence, Role, Stream, block_runs, group_planes
+from kvtier.device.layout import byte_pages
 from kvtier.errors import ConfigError, MisuseError
 
 __all__ = ["CpuDevice", "CpuFence", "CpuStream"]
@@ -153,27 +153,11 @@ class CpuDevice:
 
     def pages(self, tensor: Any, planes: int, block_bytes: int) -> NDArray[np.uint8]:
         """See Device."""
-        array = tensor
         if not isinstance(tensor, np.ndarray):
             if getattr(getattr(tensor, "device", None), "type", None) != "cpu":
                 raise ConfigError("the CPU device needs KV tensors of torch (CPU) or numpy")
-            import torch
-
-            if not tensor.is_contiguous():
-                raise ConfigError("a KV tensor must be contiguous")
-            array = tensor.detach().view(torch.uint8).numpy()
-        if not array.flags.c_contiguous:
-            raise ConfigError("a KV tensor must be contiguous")
-        shape = array.shape
-        for at in range(array.ndim):  # a model of one plane, or one layer, has dimensions of one
-            rest = math.prod(shape[at + 1 :]) * array.itemsize
-            if math.prod(shape[:at]) == planes and rest == block_bytes:
-                flat: NDArray[np.uint8] = array.view(np.uint8).reshape(planes, shape[at], rest)
-                return flat
-        raise ConfigError(
-            f"a KV tensor of shape {tuple(tensor.shape)} is not {planes} planes (layers x K and V) "
-            f"of blocks of {block_bytes} bytes; check dtype, block size, heads and head size"
-        )
+            tensor = tensor.detach()
+        return byte_pages(tensor, planes, block_bytes)
 
     def host_fence(self) -> CpuFence:
         """See Device. The CPU engine computes on the calling thread, so it is done."""
@@ -228,15 +212,9 @@ def _frozen(copies: Sequence[Copy]) -> list[Copy]:
 
 def _copy(copy: Copy, planes: slice, *, into_slot: bool) -> None:
     """Copy run by run: consecutive blocks of all planes are one strided copy."""
-    at = 0
-    while at < len(copy.blocks):
-        stop = at + 1
-        while stop < len(copy.blocks) and copy.blocks[stop] == copy.blocks[stop - 1] + 1:
-            stop += 1
-        first = copy.blocks[at]
+    for at, stop, first in block_runs(copy.blocks):
         pages = copy.pages[planes, first : first + stop - at]
         slot = copy.slot[planes, at:stop]
         if pages.shape != slot.shape:  # numpy would repeat one block in the place of many
             raise MisuseError(f"blocks {pages.shape} do not match their slot {slot.shape}")
         np.copyto(*((slot, pages) if into_slot else (pages, slot)))
-        at = stop

@@ -28,7 +28,16 @@ from kvtier.device.accesses import (
     join,
     spans,
 )
-from kvtier.device.base import Copy, Device, Fence, Role, Stream, group_planes
+from kvtier.device.base import (
+    HOLE,
+    Copy,
+    Device,
+    Fence,
+    Role,
+    Stream,
+    block_runs,
+    group_planes,
+)
 from kvtier.errors import MisuseError
 
 __all__ = ["Checked", "CheckedFence", "CheckedStream", "Clock", "Race", "RaceError", "Region"]
@@ -189,7 +198,7 @@ class Checked:
         """See Device. Raises RaceError for a race, unless those are reported."""
         mine = self._mine(stream, after)
         reads = [span for copy in copies for span in _pages(copy, slice(None))]
-        writes = [span for copy in copies for span in spans([copy.slot])]
+        writes = [span for copy in copies for span in _slot(copy, slice(None))]
         mine.operates(self._title("gather", copies, mine), reads, writes)
         return mine.fenced(self.inner.gather(mine.inner, copies, _plain(after)))
 
@@ -202,7 +211,7 @@ class Checked:
         marks = []
         for index in range(groups):
             parts = [(copy, group_planes(copy.pages.shape[0], index, groups)) for copy in copies]
-            reads = [span for copy, planes in parts for span in spans([copy.slot[planes]])]
+            reads = [span for copy, planes in parts for span in _slot(copy, planes)]
             writes = [span for copy, planes in parts for span in _pages(copy, planes)]
             mine.operates(f"{title}, run {index + 1} of {groups}", reads, writes)
             marks.append(mine.mark())
@@ -292,11 +301,12 @@ def _plain(fences: Sequence[Fence]) -> list[Fence]:
 
 def _pages(copy: Copy, planes: slice) -> list[Span]:
     """Return the addresses of a copy's blocks, run by run of consecutive ones."""
-    found: list[Span] = []
-    blocks = copy.blocks
-    first = 0
-    for at in range(1, len(blocks) + 1):
-        if at == len(blocks) or blocks[at] != blocks[at - 1] + 1:
-            found += spans([copy.pages[planes, blocks[first] : blocks[at - 1] + 1]])
-            first = at
-    return found
+    runs = block_runs(copy.blocks)
+    return spans([copy.pages[planes, first : first + to - at] for at, to, first in runs])
+
+
+def _slot(copy: Copy, planes: slice) -> list[Span]:
+    """Return the addresses of a copy's part of a slot, holes left out."""
+    if HOLE not in copy.blocks:
+        return spans([copy.slot[planes]])
+    return spans([copy.slot[planes, at:to] for at, to, _ in block_runs(copy.blocks)])

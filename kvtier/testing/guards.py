@@ -13,7 +13,7 @@ import hashlib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -70,13 +70,18 @@ def guards() -> dict[str, Guard]:
     return {guard.name: guard for module in modules for guard in guards_of(module)}
 
 
-def guards_of(module: ModuleType) -> Iterator[Guard]:
-    """Yield the guards of all functions and methods of a module, in the order of its text."""
+def guards_of(
+    module: ModuleType, found: Callable[[ast.AST], Iterable[Edit]] = edits
+) -> Iterator[Guard]:
+    """Yield the guards of all functions and methods of a module, in the order of its text.
+
+    found: finds them in the tree of a function.
+    """
     tree = ast.parse(Path(inspect.getfile(module)).read_text(encoding="utf-8"))
     short = module.__name__.rpartition(".")[2]
     for qualname, node, function in _functions(tree.body, module, ""):
         seen: dict[str, int] = {}
-        for edit in edits(node):
+        for edit in found(node):
             what = f"{edit.operator}: {edit.guard}"
             seen[what] = seen.get(what, 0) + 1
             again = f" ({seen[what]})" if seen[what] > 1 else ""

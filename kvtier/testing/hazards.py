@@ -4,19 +4,15 @@ Each hazard is run on schedules of the chaos device with all its edges, when its
 right and the checker silent, and as its twin with one edge taken away, which the checker has to
 find on every schedule, and the bytes on some.
 
-``python -m kvtier.testing.hazards --schedules 1000`` prints one JSON line.
+``python -m kvtier.testing.device`` runs them all.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final, cast
 
 import numpy as np
@@ -284,31 +280,3 @@ def examine(hazard: Hazard, schedules: int) -> Examined:
         twin_caught_by_bytes=sum(not one.right for one in twins),
         twin_caught_by_checker=sum(bool(one.races) for one in twins),
     )
-
-
-def main() -> int:
-    """Run from the command line; 1 where a hazard is not good."""
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    arguments.add_argument("--schedules", type=int, default=1000)
-    arguments.add_argument("--json", type=Path)
-    options = arguments.parse_args()
-    rows = []
-    for hazard in HAZARDS:
-        rows.append(examine(hazard, options.schedules))
-        sys.stderr.write(f"{rows[-1].name}: {'good' if rows[-1].good else 'NOT GOOD'}\n")
-    report = {
-        "hazards": [asdict(row) for row in rows],
-        # There is no CUDA device here yet, so nothing of it was compiled, mutated or run.
-        "gpu": "not run",
-        "compilers": "not run",
-        "kernel_mutants_alive": "not run",
-    }
-    line = json.dumps(report)
-    if options.json:
-        options.json.write_text(line + "\n", encoding="utf-8")
-    sys.stdout.write(line + "\n")
-    return 0 if all(row.good for row in rows) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

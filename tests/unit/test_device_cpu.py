@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvtier.device import cpu as module
-from kvtier.device.base import Copy
+from kvtier.device.base import HOLE, Copy
 from kvtier.device.cpu import CpuDevice, CpuFence
 from kvtier.errors import ConfigError, MisuseError
 
@@ -83,6 +83,17 @@ def test_a_part_of_a_slot_is_copied_by_strides(device: CpuDevice):
     assert (target[:, 4:] == 0xAB).all()
 
 
+def test_holes_are_left_alone_in_blocks_and_slot(device: CpuDevice):
+    source, target, blocks = pages(), slot(6), [HOLE, 0, 1, HOLE, HOLE, 7]
+    assert gather(device, [Copy(source, blocks, target)]).wait(SECONDS)
+    assert np.array_equal(target[:, [1, 2, 5]], source[:, [0, 1, 7]])
+    assert (target[:, [0, 3, 4]] == 0xAB).all()
+    found, expected = pages(1), pages(1)
+    expected[:, [0, 1, 7]] = target[:, [1, 2, 5]]
+    assert scatter(device, [Copy(found, blocks, target)])[-1].wait(SECONDS)
+    assert np.array_equal(found, expected)
+
+
 def test_nothing_to_copy_is_done_at_once(device: CpuDevice):
     assert gather(device, []).wait(SECONDS)
     assert all(fence.wait(SECONDS) for fence in scatter(device, [], groups=4))
@@ -145,12 +156,40 @@ def test_what_is_not_such_a_tensor_is_refused(device: CpuDevice):
     ):
         with pytest.raises(ConfigError, match=r"is not .* planes"):
             device.pages(bad, planes, block)
-    for bad in (good[:, ::2], good.transpose(1, 0, 2), torch.zeros(4, 64, 5).transpose(1, 2)):
-        with pytest.raises(ConfigError, match="contiguous"):
+    strided = np.lib.stride_tricks.as_strided
+    for bad, why in (
+        (np.zeros((4, 5, 128), np.uint16)[:, :, ::2], "gaps"),
+        (torch.zeros(4, 64, 5).half().transpose(1, 2), "gaps"),
+        (np.zeros((4, 4, 5, 64), np.uint16)[:2, :2], "evenly"),
+        (strided(good, good.shape, (640, 64, 2)), "share bytes"),
+        (strided(good, good.shape, (0, 128, 2)), "share bytes"),
+        (torch.zeros(5, 64).half().expand(4, 5, 64), "share bytes"),
+        (good[::-1], "share bytes"),
+        (np.broadcast_to(good[0], good.shape), "writable"),
+    ):
+        with pytest.raises(ConfigError, match=why):
             device.pages(bad, 4, 128)
     for bad in ([[0]], None, torch.zeros(4, 5, 64, device="meta")):
         with pytest.raises(ConfigError, match="CPU device needs"):
             device.pages(bad, 4, 128)
+
+
+def test_planes_and_blocks_may_lie_apart_and_in_either_order(device: CpuDevice):
+    base = np.arange(7 * 6 * 80, dtype=np.uint16).reshape(7, 6, 80)
+    for view in (base[:4, :5, :64], base.transpose(1, 0, 2)[1:5, 2:, :64]):
+        found = device.pages(view, 4, 128)
+        assert found.shape == (4, 5, 128)
+        assert np.shares_memory(found, base)
+        assert np.array_equal(found, np.ascontiguousarray(view).view(np.uint8))
+
+
+def test_heads_may_come_before_tokens(device: CpuDevice):
+    """The bytes of a block are taken as they lie, however a view names its dimensions."""
+    import torch
+
+    lies = torch.arange(2 * 5 * 2 * 4 * 8).reshape(2, 5, 2, 4, 8).half()  # heads, tokens
+    found = device.pages(lies.transpose(2, 3), 2, 128)
+    assert found.tobytes() == lies.numpy().tobytes()
 
 
 # ------------------------------------------------------------------------- asynchronous, in order

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.device.accesses import History, Operation, spans
-from kvtier.device.base import Copy, Device
+from kvtier.device.base import HOLE, Copy, Device
 from kvtier.device.chaos import ChaosDevice
 from kvtier.device.cpu import CpuDevice, CpuFence
 from kvtier.device.race import Checked, RaceError
@@ -72,8 +72,20 @@ def test_a_device_that_is_not_checked_has_nothing_of_it():
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    names = ("kvtier.device", "kvtier.device.base", "kvtier.device.cpu")
+    inner = ("base", "cpu", "layout")
+    names = ("kvtier.device", *(f"kvtier.device.{name}" for name in inner))
     assert sorted(ast.literal_eval(done.stdout)) == sorted(names)
+
+
+def test_holes_are_not_touched(device):
+    kv, target = pages(), slot(3)
+    stored = gather(device, Copy(kv, [HOLE, 0, 5], target))
+    device.touch("the engine", writes=[kv[:, 1:5], target[:, 0]])
+    with pytest.raises(RaceError):
+        device.touch("the engine", writes=[kv[:, 5]])
+    with pytest.raises(RaceError):
+        device.touch("the host", reads=[target[:, 1]])
+    assert stored.wait(SECONDS)
 
 
 def test_it_takes_its_own_streams_only(device):

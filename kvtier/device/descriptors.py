@@ -1,0 +1,107 @@
+"""A copy between blocks and slots, as runs of bytes: what a copy kernel and a DMA engine take.
+
+Whatever the layout of the KV, its copies end as three rows of numbers. So the kernel and the
+batched copies of the driver know addresses and sizes, and nothing of planes, blocks or chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.device.base import HOLE, Copy, group_planes
+from kvtier.errors import MisuseError
+
+__all__ = ["CUT_BYTES", "Runs", "cut", "describe", "joined"]
+
+CUT_BYTES: Final = 64 << 10
+"""The most that one block of threads copies in a row: few long runs still employ all of them."""
+
+_VECTOR_BYTES: Final = 16  # one access of the kernel
+
+Numbers = NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Runs of bytes: where in the blocks, where in the slots, and how many; each uint64 [runs]."""
+
+    pages: Numbers
+    slots: Numbers
+    nbytes: Numbers
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all runs."""
+        return int(self.nbytes.sum())
+
+    def table(self, *, into_slot: bool) -> Numbers:
+        """Return what the kernel reads: uint64 [3, runs], where to, where from, how many bytes."""
+        ends = (self.slots, self.pages) if into_slot else (self.pages, self.slots)
+        return np.stack([*ends, self.nbytes])
+
+
+def describe(copies: Sequence[Copy], index: int = 0, groups: int = 1) -> Runs:
+    """Return the runs of copies, one for each plane and block that is no hole.
+
+    index: which of so many groups of planes, see ``group_planes``.
+    Raises MisuseError where blocks do not match their slot, or are not among the pages.
+    """
+    none = (np.empty(0, np.uint64),) * 3
+    found = [_described(copy, group_planes(copy.pages.shape[0], index, groups)) for copy in copies]
+    return Runs(*(np.concatenate(row) for row in zip(none, *found, strict=True)))
+
+
+def _described(copy: Copy, planes: slice) -> tuple[Numbers, Numbers, Numbers]:
+    count, blocks, size = copy.pages.shape
+    if copy.slot.shape != (count, len(copy.blocks), size):
+        raise MisuseError(
+            f"{len(copy.blocks)} blocks of {copy.pages.shape} do not match their slot "
+            f"{copy.slot.shape}"
+        )
+    ids = np.array(copy.blocks, np.int64)
+    kept = np.flatnonzero(ids != HOLE)
+    ids = ids[kept]
+    if len(ids) and not 0 <= ids.min() <= ids.max() < blocks:
+        raise MisuseError(f"blocks {ids.min()} to {ids.max()} do not match pages of {blocks}")
+    pages = _addresses(copy.pages, planes, ids)
+    return pages, _addresses(copy.slot, planes, kept), np.full(len(pages), size, np.uint64)
+
+
+def _addresses(array: NDArray[np.uint8], planes: slice, places: NDArray[np.int64]) -> Numbers:
+    """Return where places of some planes begin, plane by plane."""
+    base = int(array.__array_interface__["data"][0])
+    along, across, _ = array.strides
+    starts = np.arange(planes.start, planes.stop, dtype=np.int64) * along + base
+    return (starts[:, None] + places * across).ravel().view(np.uint64)
+
+
+def joined(runs: Runs) -> Runs:
+    """Return the runs with neighbours joined that follow each other at both ends."""
+    begins = np.ones(len(runs), np.bool_)
+    begins[1:] = runs.pages[:-1] + runs.nbytes[:-1] != runs.pages[1:]
+    begins[1:] |= runs.slots[:-1] + runs.nbytes[:-1] != runs.slots[1:]
+    at = np.flatnonzero(begins)
+    return Runs(runs.pages[at], runs.slots[at], np.add.reduceat(runs.nbytes, at))
+
+
+def cut(runs: Runs, most: int = CUT_BYTES) -> Runs:
+    """Return the runs in pieces of at most so many bytes, a multiple of a vector's."""
+    if most <= 0 or most % _VECTOR_BYTES:
+        raise MisuseError(f"pieces of {most} bytes would not stay aligned")
+    pieces = -(-runs.nbytes.astype(np.int64) // most)
+    first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    done = ((np.arange(pieces.sum()) - first) * most).view(np.uint64)
+    left = np.repeat(runs.nbytes, pieces) - done
+    return Runs(
+        np.repeat(runs.pages, pieces) + done,
+        np.repeat(runs.slots, pieces) + done,
+        np.minimum(left, np.uint64(most)),
+    )

@@ -1,0 +1,175 @@
+"""The copy kernel built for a CPU by a C++ compiler, and tried, where there is no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.device.descriptors import Runs
+from kvtier.testing.layouts import Case, cases, is_right
+
+__all__ = ["BUILDS", "Kernel", "build", "compiler", "right", "survivors"]
+
+_SHIM: Final = Path(__file__).with_name("on_cpu.h")
+BUILDS: Final[dict[str, tuple[str, ...]]] = {
+    "plain": ("-O1",),
+    "sanitized": ("-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+}
+"""By name, what a build tells the compiler."""
+
+_ENTRY: Final = """
+#define kvtier_copy kvtier_copy_{number}
+namespace kvtier_{number} {{
+{source}
+}}
+#undef kvtier_copy
+extern "C" void kvtier_run_{number}(unsigned int grid, unsigned int block,
+    unsigned long long seed, unsigned long long* wrote, const unsigned long long* table,
+    unsigned long long runs) {{
+  kvtier_run(grid, block, seed, wrote,
+             [&] {{ kvtier_{number}::kvtier_copy_{number}(table, runs); }});
+}}
+"""
+_SPARE: Final = {"plain": 4096, "sanitized": 0}  # what sanitizers see behind memory's end
+_BUILD_SECONDS: Final = 300.0
+_TRY_SECONDS: Final = 20
+_GRIDS: Final = (1, 2, 7)
+_THREADS: Final = (1, 3, 32)
+
+Kernel = Callable[[int, int, int, NDArray[np.uint64]], tuple[int, int]]
+"""Runs on a grid, of blocks of so many threads, in the order of a seed, a table of runs.
+Returns how many bytes it wrote, and in how many writes."""
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler that this machine has, or None."""
+    return shutil.which("g++")
+
+
+def build(folder: Path, kind: str, sources: Sequence[str]) -> Path:
+    """Compile kernels, given as texts, into one library. Raises CalledProcessError. Blocks."""
+    text, library = folder / f"{kind}.cpp", folder / f"{kind}.so"
+    entries = (_ENTRY.format(number=at, source=source) for at, source in enumerate(sources))
+    text.write_text(f'#include "{_SHIM}"\n' + "".join(entries), encoding="utf-8")
+    warnings = ("-w",) if sources[1:] else ("-Wall", "-Wextra", "-Werror")
+    common = ("-std=c++17", "-shared", "-fPIC", *warnings, *BUILDS[kind])
+    _output(str(compiler()), *common, "-o", str(library), str(text))
+    return library
+
+
+def right(library: Path, numbers: Iterable[int]) -> list[int]:
+    """Return which kernels of a library copy all cases right, and nothing is said against them.
+
+    Each is tried in a process of its own. Blocks.
+    """
+    names = ("libasan.so", "libubsan.so") if library.stem == "sanitized" else ()
+    found = [_output(str(compiler()), f"-print-file-name={name}") for name in names]
+    environment = {"LD_PRELOAD": ":".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
+    command = [sys.executable, "-m", __name__, str(library), *map(str, numbers)]
+    said = _output(*command, environment={**os.environ, **environment, "OMP_NUM_THREADS": "1"})
+    chosen: list[int] = json.loads(said)
+    return chosen
+
+
+def _kernel(library: Path, number: int = 0) -> Kernel:
+    """Return one of the kernels of a library."""
+    function = getattr(ctypes.CDLL(str(library)), f"kvtier_run_{number}")
+    function.restype = None
+    function.argtypes = (
+        *(ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_void_p),
+        *(ctypes.c_void_p, ctypes.c_uint64),
+    )
+    return partial(_run, function)
+
+
+def _first_wrong(kernel: Kernel, *, spare: int = 4096) -> Case | None:
+    """Return the first of all cases that a kernel copies wrong, or None. See ``is_right``."""
+    for number, case in enumerate(cases()):
+        shape = (_GRIDS[number % len(_GRIDS)], _THREADS[number // len(_GRIDS) % len(_THREADS)])
+        if not is_right(case, partial(_move, kernel, *shape, number), spare=spare):
+            return case
+    return None
+
+
+def _move(kernel: Kernel, grid: int, block: int, seed: int, runs: Runs, into_slot: bool) -> None:  # noqa: FBT001  (a Mover)
+    wrote = kernel(grid, block, seed, runs.table(into_slot=into_slot))
+    rows = zip(runs.pages.tolist(), runs.slots.tolist(), runs.nbytes.tolist(), strict=True)
+    needed = (runs.total, sum(_writes(*row) for row in rows))
+    if wrote != needed:
+        raise AssertionError(f"bytes and writes were {wrote}, of {needed}")
+
+
+def _writes(page: int, slot: int, nbytes: int) -> int:
+    """Return how many writes a run needs: of 16 bytes, or of 4, and of what is left of it."""
+    for unit in (16, 4):
+        if not (page | slot) % unit and nbytes >= unit:
+            return nbytes // unit + nbytes % unit
+    return nbytes
+
+
+def _run(
+    function: Callable[..., None], grid: int, block: int, seed: int, table: NDArray[np.uint64]
+) -> tuple[int, int]:
+    wrote = np.zeros(2, np.uint64)
+    function(grid, block, seed, wrote.ctypes.data, table.ctypes.data, table.shape[1])
+    return int(wrote[0]), int(wrote[1])
+
+
+def _output(*command: str, environment: dict[str, str] | None = None) -> str:
+    done = subprocess.run(  # noqa: S603  (a compiler, and this module)
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_BUILD_SECONDS,
+        env=environment,
+    )
+    return done.stdout.strip()
+
+
+def survivors(check: Callable[[int], bool], numbers: Iterable[int]) -> list[int]:
+    """Return the numbers for which a check is true, each in a process of its own. Blocks.
+
+    One that crashes, hangs or raises is no survivor.
+    """
+    return [number for number in numbers if _survives(partial(check, number))]
+
+
+def _survives(check: Callable[[], bool]) -> bool:
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1] == 0
+    held = False
+    with contextlib.suppress(BaseException):
+        signal.alarm(_TRY_SECONDS)  # whose default is to end the process
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what sanitizers have to say
+        held = check()
+    os._exit(0 if held else 1)
+
+
+def _main(library: Path, numbers: Sequence[int]) -> None:
+    import torch
+
+    torch.set_num_threads(1)  # here, once, so that each fork finds it loaded
+    spare = _SPARE[library.stem]
+    kept = survivors(
+        lambda number: _first_wrong(_kernel(library, number), spare=spare) is None, numbers
+    )
+    sys.stdout.write(json.dumps(kept) + "\n")
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), list(map(int, sys.argv[2:])))

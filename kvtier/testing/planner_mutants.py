@@ -1,0 +1,138 @@
+"""What plans copies, with one thing changed: every change has to show in bytes or in a refusal."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+
+from kvtier.device import descriptors, layout
+from kvtier.device.base import HOLE, Copy
+from kvtier.device.descriptors import Runs, cut, describe, joined
+from kvtier.device.layout import byte_pages
+from kvtier.errors import ConfigError, MisuseError
+from kvtier.testing.guards import Guard, guards_of
+from kvtier.testing.layouts import cases, is_right
+from kvtier.testing.operators import Edit, edits
+
+__all__ = ["planner_holds", "planner_mutants"]
+
+_SUMS: Final[dict[type[ast.operator], tuple[ast.operator, ...]]] = {
+    ast.Add: (ast.Sub(),),
+    ast.Sub: (ast.Add(),),
+    ast.Mult: (ast.Add(),),
+    ast.FloorDiv: (ast.Mult(),),
+    ast.Mod: (ast.Mult(),),
+}
+
+
+def planner_mutants() -> Iterator[Guard]:
+    """Yield each guard, comparison, sum and product of the planner, taken away or changed."""
+    for module in (descriptors, layout):
+        yield from guards_of(module, lambda tree: chain(edits(tree), _arithmetic(tree)))
+
+
+def _arithmetic(function: ast.AST) -> Iterator[Edit]:
+    """Yield sums and products that are other ones, and comparisons that are their opposites."""
+    for parent in ast.walk(function):
+        for field, value in ast.iter_fields(parent):
+            nodes = value if isinstance(value, list) else [value]
+            for number, node in enumerate(nodes):
+                index = number if isinstance(value, list) else None
+                for instead in _others(node):
+                    yield Edit("other", ast.unparse(node), parent, field, index, [instead])
+
+
+def _others(node: Any) -> Iterator[ast.AST]:
+    match node:
+        case ast.BinOp(left=left, op=op, right=right):
+            for other in _SUMS.get(type(op), ()):
+                yield ast.BinOp(left, other, right)
+        case ast.AugAssign(target=target, op=op, value=value):
+            for other in _SUMS.get(type(op), ()):
+                yield ast.AugAssign(target, other, value)
+        case ast.Compare(left=left, ops=[ast.Eq()], comparators=comparators):
+            yield ast.Compare(left, [ast.NotEq()], comparators)
+        case ast.Compare(left=left, ops=[ast.NotEq()], comparators=comparators):
+            yield ast.Compare(left, [ast.Eq()], comparators)
+
+
+def planner_holds() -> bool:
+    """Say whether all layouts are copied right, and all that cannot be copied is refused."""
+    return (
+        all(is_right(case, _move) for case in cases())
+        and all(_refused(error, said, call) for error, said, call in _refusals())
+        and _plain_facts()
+    )
+
+
+def _move(runs: Runs, into_slot: bool) -> None:  # noqa: FBT001  (a Mover)
+    for to, of, nbytes in runs.table(into_slot=into_slot).T.tolist():
+        ctypes.memmove(to, of, nbytes)
+
+
+def _refused(error: type[Exception], said: str, call: Callable[[], object]) -> bool:
+    try:
+        call()
+    except error as refusal:
+        return said in str(refusal)
+    return False
+
+
+def _refusals() -> Iterator[tuple[type[Exception], str, Callable[[], object]]]:
+    """Yield what has to be refused: the error, what it says, and the call."""
+    pages, slot = np.zeros((4, 5, 8), np.uint8), np.zeros((4, 2, 8), np.uint8)
+    for blocks, part in (
+        *(((1,), slot), ((1, 2, 3), slot), ((1, 2), slot[:3])),
+        *(((1, 2), slot[:, :, :7]), ((), slot), ((1, 5), slot), ((-2, 1), slot)),
+    ):
+        copy = Copy(pages, blocks, part)
+        yield MisuseError, "do not match", partial(describe, [copy])
+        yield MisuseError, "do not match", partial(describe, [copy, copy], 1, 4)
+    for most in (0, -16, 8, 24):
+        yield MisuseError, "aligned", partial(cut, describe([]), most)
+    good = np.zeros((4, 5, 64), np.uint16)
+    strided = np.lib.stride_tricks.as_strided
+    for bad, said in (
+        (np.zeros((4, 5, 128), np.uint16)[:, :, ::2], "gaps"),
+        (np.zeros((4, 5, 4, 32), np.uint16)[:, :, :, :16], "gaps"),
+        (np.zeros((4, 4, 5, 64), np.uint16)[:2, :2], "evenly"),
+        (strided(good, good.shape, (640, 126, 2)), "share bytes"),
+        (strided(good, good.shape, (638, 128, 2)), "share bytes"),
+        (strided(good, good.shape, (0, 128, 2)), "share bytes"),
+        (good[::-1], "share bytes"),
+        (np.broadcast_to(good[0], good.shape), "writable"),
+        (np.zeros((5, 4, 64), np.uint16), "is not 4 planes"),
+        (np.zeros((4, 5, 32), np.uint16), "is not 4 planes"),
+    ):
+        yield ConfigError, said, partial(byte_pages, bad, 4, 128)
+
+
+def _plain_facts() -> bool:
+    """Say whether some small plans are as they are by hand."""
+    pages, slot = np.zeros((2, 6, 32), np.uint8), np.zeros((2, 4, 32), np.uint8)
+    at, to = pages.ctypes.data, slot.ctypes.data
+    runs = joined(describe([Copy(pages, (2, 3, HOLE, 5), slot)]))
+    rows = [runs.pages.tolist(), runs.slots.tolist(), runs.nbytes.tolist(), len(runs), runs.total]
+    by_hand = [
+        [at + 64, at + 160, at + 256, at + 352],
+        [to, to + 96, to + 128, to + 224],
+        [64, 32, 64, 32],
+        4,
+        192,
+    ]
+    pieces = cut(Runs(*(np.array([n], np.uint64) for n in (1000, 5000, 40))), 16)
+    lone = np.lib.stride_tricks.as_strided(pages, (1, 2, 6, 1, 32), (7, 192, 32, 9, 1))
+    return (
+        rows == by_hand
+        and byte_pages(lone, 2, 32).strides == pages.strides
+        and pieces.pages.tolist() == [1000, 1016, 1032]
+        and pieces.slots.tolist() == [5000, 5016, 5032]
+        and pieces.nbytes.tolist() == [16, 16, 8]
+        and len(describe([])) == len(cut(describe([]))) == len(joined(describe([]))) == 0
+    )

@@ -1,0 +1,102 @@
+"""The cache of cubins, and what is said where the compiler is missing or old."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.device import nvrtc as module
+from kvtier.device.nvrtc import Nvrtc, cubin, cubin_name, kernel_source
+from kvtier.errors import ConfigError
+
+
+class Counting:
+    """In the place of NVRTC, which few machines without a GPU have."""
+
+    version = "13.0"
+
+    def __init__(self):
+        self.calls = 0
+
+    def compile(self, source, architecture):
+        self.calls += 1
+        return f"{architecture} {len(source)}".encode(), ""
+
+
+@pytest.fixture
+def compiler():
+    return Counting()
+
+
+@pytest.fixture
+def real():
+    try:
+        return Nvrtc()
+    except ConfigError as missing:
+        pytest.skip(f"NVRTC absent: {missing}")
+
+
+def test_a_cubin_is_compiled_once(compiler, tmp_path):
+    folder = tmp_path / "new" / "cubins"
+    made = cubin(90, folder, compiler)
+    assert cubin(90, folder, compiler) == made
+    assert compiler.calls == 1
+    assert cubin(80, folder, compiler) != made
+    assert compiler.calls == 2
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_other_source_architecture_or_compiler_is_another_cubin():
+    names = {
+        cubin_name(source, architecture, version)
+        for source in ("a", "b")
+        for architecture in (80, 90)
+        for version in ("12.8", "13.0")
+    }
+    assert len(names) == 8
+
+
+@pytest.mark.parametrize("spoil", ["cut", "changed", "empty"])
+def test_a_spoiled_cubin_is_made_anew(compiler, tmp_path, spoil):
+    made = cubin(90, tmp_path, compiler)
+    (path,) = tmp_path.iterdir()
+    text = path.read_bytes()
+    path.write_bytes({"cut": text[:-1], "changed": text[:-1] + b"?", "empty": b""}[spoil])
+    assert cubin(90, tmp_path, compiler) == made
+    assert compiler.calls == 2
+    assert path.read_bytes() == text
+
+
+@pytest.mark.parametrize("which", ["folder", "file"])
+def test_what_others_can_write_to_is_not_trusted(compiler, tmp_path, which):
+    cubin(90, tmp_path, compiler)
+    (path,) = tmp_path.iterdir()
+    (tmp_path if which == "folder" else path).chmod(0o777)
+    cubin(90, tmp_path, compiler)
+    assert compiler.calls == 2
+
+
+def test_a_folder_that_cannot_be_written_is_no_matter(compiler, tmp_path):
+    (tmp_path / "file").write_text("")
+    folder = tmp_path / "file" / "cubins"
+    assert cubin(90, folder, compiler) == cubin(90, folder, compiler)
+    assert compiler.calls == 2
+
+
+def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "_loaded", lambda: None)
+    with pytest.raises(ConfigError, match=r"NVRTC.* is missing: pip install 'kvtier\[cuda\]'"):
+        cubin(90, tmp_path)
+    with pytest.raises(ConfigError, match="is missing"):
+        Nvrtc(tmp_path / "libnvrtc.so")
+
+
+@pytest.mark.parametrize("architecture", [80, 90, 100])
+def test_the_real_compiler_takes_the_kernel(real, tmp_path, architecture):
+    assert cubin(architecture, tmp_path, real).startswith(b"\x7fELF")
+
+
+def test_the_real_compiler_refuses_what_it_does_not_know(real):
+    with pytest.raises(ConfigError, match=r"does not compile for sm_7, only for .*sm_90"):
+        real.compile(kernel_source(), 7)
+    with pytest.raises(ConfigError, match=r"refuses the copy kernel: .*error"):
+        real.compile("nonsense", 90)
