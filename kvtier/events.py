@@ -3,15 +3,37 @@
 from __future__ import annotations
 
 import logging
+import threading
 from typing import Final
 
 from kvtier.clock import Clock
 
-__all__ = ["Reporter"]
+__all__ = ["Causes", "Reporter"]
 
 _QUIET_SECONDS: Final = 10.0
 _MAX_CAUSES: Final = 256
+_COUNTED_CAUSES: Final = 64
 _log = logging.getLogger("kvtier")
+
+
+class Causes:
+    """Counts what went wrong, by a few words of cause. Thread-safe; bounded."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._counts: dict[str, int] = {}
+
+    def note(self, cause: str) -> None:
+        """Count one; the 65th cause and all further ones as "other"."""
+        with self._guard:
+            if cause not in self._counts and len(self._counts) >= _COUNTED_CAUSES:
+                cause = "other"
+            self._counts[cause] = self._counts.get(cause, 0) + 1
+
+    def counts(self) -> dict[str, int]:
+        """Return how often each was noted."""
+        with self._guard:
+            return dict(self._counts)
 
 
 class Reporter:

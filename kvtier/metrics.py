@@ -59,6 +59,13 @@ _ROWS: Final = (
     ),
     _counter("vanished_records", "records", "Records that a tier had, and has no more", "tier"),
     _counter("tier_errors", "calls", "Records or calls that a tier failed", "tier"),
+    _counter(
+        "tier_faults",
+        "records",
+        "Records of which something went wrong below a tier, by its cause",
+        "tier",
+        "reason",
+    ),
     _counter("expired_leases", "leases", "Leases that ended by their deadline"),
     _counter("withdrawn_parts", "parts", "Parts taken out of all tiers, and why", "reason"),
     _gauge("tier_capacity_bytes", "bytes", "Budget of a tier", "tier"),

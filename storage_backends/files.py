@@ -28,7 +28,7 @@ from typing import ClassVar, Final, Self, TypeVar
 
 from kvtier.clock import Clock, monotonic
 from kvtier.errors import ConfigError, Corrupt, Unavailable
-from kvtier.events import Reporter
+from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
 from kvtier.seams import IoPool
 from kvtier.storage_backends.files_door import directory_of, prepare, refusal
@@ -90,6 +90,7 @@ class FilesStore:
 
         folder, clock: the seams. Blocks: what is there is counted. Raises ConfigError.
         """
+        self.causes = Causes()
         self._path = directory
         self._bounded = capacity is not None
         self._synced = durability == "each"
@@ -321,12 +322,19 @@ class FilesStore:
         """Return the status that an error stands for, and tell the operator of it."""
         if isinstance(error, OSError) and error.errno in GONE:
             return Status.ABSENT
+        self.causes.note(_cause_of(error))
         if isinstance(error, Corrupt):
             return Status.CORRUPT
         self._report.warn(f"files:{self._path}", str(error))
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return Status.FULL
         return Status.FAILED
+
+
+def _cause_of(error: object) -> str:
+    if isinstance(error, OSError):
+        return errno.errorcode.get(error.errno or 0, "OSError")
+    return "corrupt" if isinstance(error, Corrupt) else "lock"
 
 
 def _name_of(name: RecordId) -> str:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from kvtier.clock import monotonic
 from kvtier.errors import ConfigError, Corrupt, Unavailable
-from kvtier.events import Reporter
+from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, Header, RecordId
 from kvtier.seams import IoPool
 from kvtier.storage_backends.s3_service import (
@@ -30,6 +30,7 @@ from kvtier.storage_backends.s3_service import (
     BrokenError,
     Place,
     Settings,
+    cause_of,
     connect,
     error_code,
     explain,
@@ -86,6 +87,7 @@ class S3Store:
     ALIGNMENT: ClassVar[int] = 1
 
     def __init__(self, client: Any, place: Place, read_timeout: float) -> None:
+        self.causes = Causes()
         self._client = client
         self._place = place
         self._range_seconds = _SLOWEST * read_timeout
@@ -342,6 +344,9 @@ class S3Store:
     def _settle(self, results: Sequence[object]) -> list[Status]:
         """Return the status of each result. Raises Unavailable if the medium refused them all."""
         errors = [result for result in results if isinstance(result, Exception)]
+        for error in errors:
+            if not isinstance(error, AbsentError):
+                self.causes.note(cause_of(error))
         if errors and len(errors) == len(results) and all(map(refused, errors)):
             raise Unavailable(f"s3://{self._place.bucket}: {explain(errors[0])}") from errors[0]
         for error in errors:

@@ -20,6 +20,7 @@ __all__ = [
     "BrokenError",
     "Place",
     "Settings",
+    "cause_of",
     "connect",
     "error_code",
     "explain",
@@ -232,6 +233,19 @@ def refused(error: Exception) -> bool:
         return False
     code, status = _answer(error)
     return code in _REMEDIES or status == 0 or (status >= _SERVER_ERROR and not _is_full(error))
+
+
+def cause_of(error: Exception) -> str:
+    """Return a word or two for an error, of which there are few: a metric has one row for each."""
+    if isinstance(error, Corrupt):
+        return "corrupt"
+    from botocore.exceptions import IncompleteReadError, ResponseStreamingError
+    from botocore.parsers import ResponseParserError
+
+    broken = (BrokenError, IncompleteReadError, ResponseStreamingError, ResponseParserError)
+    if isinstance(error, broken):
+        return "broken answer"
+    return error_code(error) or type(error).__name__.removesuffix("Error")
 
 
 def explain(error: Exception, settings: Settings | None = None) -> str:

@@ -14,7 +14,7 @@ from typing import ClassVar, Final, NamedTuple, TypeVar
 
 from kvtier.clock import monotonic
 from kvtier.errors import ConfigError, Corrupt, Unavailable
-from kvtier.events import Reporter
+from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
 from kvtier.seams import IoPool
 from kvtier.storage_backends.valkey_link import BrokenError, Link, Place, Reply
@@ -23,6 +23,7 @@ from kvtier.storage_backends.valkey_service import (
     KEY,
     Server,
     Settings,
+    cause_of,
     connector,
     explain,
     meet,
@@ -87,6 +88,7 @@ class ValkeyStore:
         return cls(links, place, server, capacity)
 
     def __init__(self, links: Links, place: Place, server: Server, capacity: int | None) -> None:
+        self.causes = Causes()
         self._links = links
         self._place = place
         self._evicts = server.evicts
@@ -206,6 +208,8 @@ class ValkeyStore:
     def _settle(self, found: Sequence[object]) -> list[Status]:
         """Return the status of each result. Raises Unavailable if the server refused them all."""
         errors = [one for one in found if isinstance(one, Exception)]
+        for error in errors:
+            self.causes.note(cause_of(error))
         if errors and len(errors) == len(found) and all(map(refused, errors)):
             raise Unavailable(f"{self._place}: {explain(errors[0])}") from errors[0]
         for error in errors:

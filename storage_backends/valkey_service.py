@@ -20,6 +20,7 @@ __all__ = [
     "KEY",
     "Server",
     "Settings",
+    "cause_of",
     "explain",
     "meet",
     "parse_location",
@@ -195,6 +196,15 @@ def refused(error: Exception) -> bool:
     if isinstance(error, RefusedError):
         return error.code in _REMEDIES and error.code != "OOM"
     return isinstance(error, OSError)
+
+
+def cause_of(error: Exception) -> str:
+    """Return a word or two for an error, of which there are few: a metric has one row for each."""
+    if isinstance(error, Corrupt):
+        return "corrupt"
+    if isinstance(error, RefusedError):
+        return error.code if error.code in _REMEDIES else "refused"
+    return "broken answer" if isinstance(error, BrokenError) else type(error).__name__
 
 
 def explain(error: Exception) -> str:

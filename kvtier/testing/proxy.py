@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import random
 import re
 import threading
 import time
-from types import TracebackType
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType, TracebackType
 from typing import Final, Self
 
-__all__ = ["DelayProxy", "Fault"]
+__all__ = ["CHAOS", "DelayProxy", "Fault"]
 
 _PIECE: Final = 1 << 18
 _IN_FLIGHT: Final = 256  # pieces under way in one direction: enough that delay costs no bandwidth
@@ -29,33 +32,63 @@ class Fault(enum.Enum):
     RESET = "reset"  # the connection is reset in the middle of the body
     SHORT = "short"  # the connection ends in order after 100 bytes of the body
     UNAVAILABLE = "unavailable"  # 503 SlowDown
+    HALF = "half"  # the same for one request of two, drawn by a seed
     DENIED = "denied"  # 403 AccessDenied
+    CHANGED = "changed"  # 412 PreconditionFailed
+    RACED = "raced"  # 409 ConditionalRequestConflict
     XML_ERROR = "xml-error"  # an XML error under status 200
+    LESS = "less"  # status and range are right, and half of the bytes come, said to be all
+    WRONG = "wrong"  # the same range of another object
 
 
 _SAID: Final = {
     Fault.UNAVAILABLE: (b"503 Service Unavailable", _ERROR % b"SlowDown"),
     Fault.DENIED: (b"403 Forbidden", _ERROR % b"AccessDenied"),
+    Fault.CHANGED: (b"412 Precondition Failed", _ERROR % b"PreconditionFailed"),
+    Fault.RACED: (b"409 Conflict", _ERROR % b"ConditionalRequestConflict"),
     Fault.XML_ERROR: (b"200 OK", _ERROR % b"InternalError"),
 }
+_OF_AN_OBJECT: Final = (Fault.LESS, Fault.WRONG)
+_RANGE: Final = re.compile(rb"\r\nrange:\s*bytes=(\d+)-(\d+)", re.IGNORECASE)
 _BODY_BYTES: Final = {Fault.SHORT: 100, Fault.RESET: 2000}  # let through before the cut
+
+
+CHAOS: Final = MappingProxyType(
+    {
+        Fault.UNAVAILABLE: 0.15,
+        Fault.RESET: 0.05,
+        Fault.SHORT: 0.05,
+        Fault.XML_ERROR: 0.05,
+        Fault.DENIED: 0.03,
+        Fault.CHANGED: 0.03,
+        Fault.RACED: 0.03,
+        Fault.WRONG: 0.03,
+        Fault.LESS: 0.03,
+        Fault.HANG: 0.03,
+    }
+)
+"""How often each fault meets a request in bad weather; a little more than half go well."""
 
 
 class DelayProxy:
     """Forwards a loopback port to `target_port`, `delay_s` seconds of round-trip time away.
 
     The delay is latency: half on the way there, half on the way back, and what follows at once
-    is not held up. ``inject`` breaks requests from then on. Runs an asyncio loop on one daemon
-    thread between ``__enter__`` and ``__exit__``; use it from any thread.
+    is not held up. ``inject`` breaks requests from then on, ``storm`` some of them. Runs an
+    asyncio loop on one daemon thread between ``__enter__`` and ``__exit__``; use it from any
+    thread.
     """
 
     def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
         self.requests = 0
+        self.broken: Counter[Fault] = Counter()
         self.port = 0
         self._target = target_port
         self._half = delay_s / 2
-        self._fault = Fault.NONE
+        self._rates: Mapping[Fault, float] = {}
+        self._draw = random.Random(0)
         self._only = b""
+        self._other = b""
         self._loop = asyncio.new_event_loop()
         self._ready = threading.Event()
         self._stop = asyncio.Event()
@@ -66,9 +99,40 @@ class DelayProxy:
         """The URL to use in place of the server's."""
         return f"http://127.0.0.1:{self.port}"
 
-    def inject(self, fault: Fault, only: str = "") -> None:
-        """Apply `fault` to each request whose first line has `only` in it, from now on."""
-        self._only, self._fault = only.encode(), fault
+    def inject(self, fault: Fault, only: str = "", other: bytes = b"") -> None:
+        """Apply `fault` to each request whose first line has `only` in it, from now on.
+
+        other: the object that is there in place of the one that is asked for, for LESS and WRONG.
+        """
+        self.storm({fault: 1.0}, 0, only, other)
+
+    def storm(
+        self, rates: Mapping[Fault, float], seed: int, only: str = "", other: bytes = b""
+    ) -> None:
+        """Let faults meet requests by chance from now on; rates: of each, at most 1 in all."""
+        self._rates, self._draw = rates, random.Random(seed)
+        self._only, self._other = only.encode(), other
+
+    def slow(self, delay_s: float) -> None:
+        """Be so many seconds of round-trip time away, for connections from now on."""
+        self._half = delay_s / 2
+
+    def _fault_of(self, head: bytes) -> Fault:
+        """Draw what becomes of a request. On the loop."""
+        if self._only not in head.split(b"\r\n", 1)[0]:
+            return Fault.NONE
+        left, found = self._draw.random(), Fault.NONE
+        for fault, rate in self._rates.items():
+            left -= rate
+            if left < 0:
+                found = fault
+                break
+        if found is Fault.HALF:
+            found = Fault.UNAVAILABLE if self._draw.random() < 0.5 else Fault.NONE
+        if found in _OF_AN_OBJECT and not _RANGE.search(head):
+            found = Fault.NONE
+        self.broken[found] += 1
+        return found
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -122,8 +186,7 @@ class DelayProxy:
             self.requests += 1
             length = _LENGTH.search(head)
             left = int(length[1]) if length else 0
-            hit = self._only in head.split(b"\r\n", 1)[0]
-            fault = self._fault if hit else Fault.NONE
+            fault = self._fault_of(head)
             forward = fault is Fault.NONE or fault in _BODY_BYTES
             link.cut(fault)
             await asyncio.sleep(self._half)
@@ -140,6 +203,8 @@ class DelayProxy:
             if fault in _SAID:
                 await asyncio.sleep(self._half)
                 await link.say(*_SAID[fault])
+            if fault in _OF_AN_OBJECT:
+                await link.show(head, self._other, less=fault is Fault.LESS)
 
 
 class _Link:
@@ -159,6 +224,21 @@ class _Link:
         """Answer in the server's place."""
         head = b"HTTP/1.1 %b\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n"
         self._writer.write(head % (status, len(body)) + body)
+        await self._writer.drain()
+
+    async def show(self, asked: bytes, other: bytes, *, less: bool) -> None:
+        """Answer a ranged GET with the same range of another object, or with half of it."""
+        found = _RANGE.search(asked)
+        start, stop = (int(found[1]), int(found[2]) + 1) if found else (0, 0)
+        body = other[start:stop].ljust(stop - start, b"?")
+        if less:
+            body = body[: len(body) // 2]
+        total = max(len(other), stop)
+        head = (
+            b'HTTP/1.1 206 Partial Content\r\nETag: "other"\r\nContent-Length: %d\r\n'
+            b"Content-Range: bytes %d-%d/%d\r\n\r\n"
+        )
+        self._writer.write(head % (len(body), start, stop - 1, total) + body)
         await self._writer.drain()
 
     async def answers(self, reader: asyncio.StreamReader) -> None:
@@ -182,7 +262,9 @@ class _Link:
             if self._fault in _BODY_BYTES:
                 self._seen += piece
                 head, found, body = self._seen.partition(b"\r\n\r\n")
-                if found and len(body) >= (most := _BODY_BYTES[self._fault]):
+                length = _LENGTH.search(head)
+                most = min(_BODY_BYTES[self._fault], int(length[1]) // 2 if length else 0)
+                if found and len(body) >= most:
                     await self._end(head + found + body[:most])
                     return
                 continue

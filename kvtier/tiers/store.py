@@ -21,9 +21,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
+from kvtier.events import Causes
 from kvtier.identity.record import Header, RecordId
 
-__all__ = ["Capabilities", "Option", "Read", "Span", "SpanStore", "Status", "Store", "Write"]
+__all__ = [
+    "Capabilities",
+    "CountingStore",
+    "Option",
+    "Read",
+    "Span",
+    "SpanStore",
+    "Status",
+    "Store",
+    "Write",
+]
 
 
 class Status(enum.Enum):
@@ -149,6 +160,13 @@ class Store(Protocol):
     def close(self) -> None:
         """Make durable what was promised, and let the medium go. Idempotent."""
         ...
+
+
+@runtime_checkable
+class CountingStore(Store, Protocol):
+    """A Store that counts, in a few words of cause, what went wrong; its Tier makes it a metric."""
+
+    causes: Causes
 
 
 @runtime_checkable

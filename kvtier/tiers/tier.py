@@ -22,7 +22,7 @@ from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.pack import longest_order
 from kvtier.tiers.packer import Packer
-from kvtier.tiers.store import Read, SpanStore, Status, Store, Write
+from kvtier.tiers.store import CountingStore, Read, SpanStore, Status, Store, Write
 
 __all__ = ["Fetched", "Tier", "Wanted"]
 
@@ -84,6 +84,7 @@ class Tier:
         self._running: dict[int, float] = {}
         self._tasks: dict[int, asyncio.Task[object]] = {}
         self._calls = 0
+        self._faults: dict[str, int] = {}  # of the Store's, what is in the metrics already
         self._changed: float | None = None  # since when the Store may have what is not committed
         self._settling: asyncio.Task[None] | None = None
 
@@ -287,7 +288,9 @@ class Tier:
     ) -> list[T]:
         try:
             out = await self._flow.io(self._pool, call, items)
+            self._count_faults()
         except Exception as error:  # noqa: BLE001  (P2)
+            self._count_faults()
             self._metrics.add("tier_errors", tier=self.name)
             self._report.warn(self.name, str(error))
             self._breaker.report(ok=False)
@@ -297,6 +300,15 @@ class Tier:
             self._metrics.add("tier_errors", bad, tier=self.name)
         self._breaker.report(ok=bad < len(out))
         return out
+
+    def _count_faults(self) -> None:
+        """Bring what the Store counted into the metrics. On the loop only."""
+        counts = self.store.causes.counts() if isinstance(self.store, CountingStore) else {}
+        for cause, count in counts.items():
+            self._metrics.add(
+                "tier_faults", count - self._faults.get(cause, 0), tier=self.name, reason=cause
+            )
+        self._faults = counts
 
     def _hung(self) -> bool:
         """Say whether every thread sits in a call that does not return."""
