@@ -4,6 +4,10 @@ LMDB maps its file, and a mapping of a file that became shorter kills the proces
 the file is preallocated to the size of the map, its length is checked against its own meta pages
 before it is mapped and again before each transaction. A truncation between that check and the
 access still kills; no program that maps files can close this gap.
+
+LMDB's own table of readers is not used: whoever stands in it, dead or alive, keeps pages from being
+used again until the map is full. The directory has one owner, and others read the index without
+LMDB (slab_pages), so this module keeps its own readers and its own transactions apart.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import contextlib
 import itertools
 import os
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -29,9 +34,14 @@ _META_BYTES: Final = 152
 _META: Final = struct.Struct("<16xII16xI92xQQ")  # magic, version, page size, last page, txn
 _MAGIC: Final = 0xBEEFC0DE
 _LMDB_VERSION: Final = 1
-_MAX_OPERATIONS: Final = 128
+_MIN_OPERATIONS: Final = 128
 """In one transaction. Each may copy a leaf, and the copied pages of two transactions before are not
 free yet. A map that is wholly full does not even take deletions, so this stays far below."""
+
+_MAX_OPERATIONS: Final = 4096
+_BYTES_AN_OPERATION: Final = 64 << 10
+"""Of the map, for each operation beyond the least. Where 1 KiB is charged for an entry that takes
+680 bytes at worst, this leaves five pages over: three generations of nearly two."""
 
 
 class Entry(NamedTuple):
@@ -79,25 +89,27 @@ def check_length(path: Path) -> None:
 class Index:
     """An open index file.
 
-    The store calls `find`, `page` and `grow` under one lock, so that there is at most one reader
-    and it lives for microseconds; `commit` and `grow` exclude each other by another lock.
+    Any thread may call `find` and `page`. `commit`, `grow` and `close` exclude each other by a lock
+    of the caller, and during `grow` and `close` nothing else is called.
     All methods block and raise Unavailable when LMDB, or the file's length, says no.
     """
 
     def __init__(self, path: Path, size: int, *, synced: bool) -> None:
         """Open or create the file, `size` bytes long at least; synced: commits reach the disk."""
         self._path = path
+        self._synced = synced
+        self._reading = threading.Lock()
         with _failing("cannot be opened"):
             self._env = lmdb.Environment(
                 str(path),
                 map_size=size,
                 subdir=False,
                 sync=synced,
+                metasync=False,  # what commit() syncs at its end
                 mode=0o600,
                 readahead=False,
-                max_readers=16,
+                lock=False,
             )
-            self._env.reader_check()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.size = self._env.info()["map_size"]
         try:
@@ -109,7 +121,7 @@ class Index:
     def find(self, names: Sequence[RecordId]) -> list[Entry | None]:
         """Return the entry of each record, None where there is none."""
         self._check()
-        with _failing("cannot be read"), self._env.begin() as txn:
+        with self._reading, _failing("cannot be read"), self._env.begin() as txn:
             values = [txn.get(name) for name in names]
         return [None if value is None else unpack_entry(value) for value in values]
 
@@ -117,7 +129,8 @@ class Index:
         """Return up to `limit` entries that follow `after`, by name; b"" begins."""
         self._check()
         values: list[tuple[RecordId, bytes]] = []
-        with _failing("cannot be read"), self._env.begin() as txn, txn.cursor() as cursor:
+        with self._reading, _failing("cannot be read"), self._env.begin() as txn:
+            cursor = txn.cursor()
             more = cursor.set_range(after) if after else cursor.first()
             if more and cursor.key() == after:
                 more = cursor.next()
@@ -128,11 +141,12 @@ class Index:
     def commit(self, operations: Mapping[RecordId, Entry | None]) -> None:
         """Put each entry and remove each name whose entry is None, in order.
 
-        In transactions of 128, or of fewer where the map is too full for that. After a failure
-        some of them may be in force.
+        In transactions of 128 or, in a large map, up to 4096; of fewer where it is too full for
+        that. After a failure some of them may be in force.
         """
         todo = list(operations.items())
-        done, step = 0, _MAX_OPERATIONS
+        done = 0
+        step = min(_MIN_OPERATIONS + self.size // _BYTES_AN_OPERATION, _MAX_OPERATIONS)
         while done < len(todo):
             self._check()
             try:
@@ -144,8 +158,14 @@ class Index:
                 step = max(1, min(step, len(todo) - done) // 2)
             else:
                 done += step
+        if todo and self._synced:
+            self.sync()
 
     def _transact(self, operations: Sequence[tuple[RecordId, Entry | None]]) -> None:
+        # A transaction writes to pages that were free before the one before it. So whoever began
+        # to read before this one has to be done; who begins from now on is safe until the next.
+        with self._reading:
+            pass
         with self._env.begin(write=True) as txn:
             for name, entry in operations:
                 if entry is None:

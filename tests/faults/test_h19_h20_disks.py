@@ -12,7 +12,9 @@ import pytest
 
 import kvtier
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
+from kvtier.storage_backends.slab import Segment
 from kvtier.testing.faults import Rates
+from kvtier.testing.overrun import overrun
 from kvtier.testing.small_catalog import Clock
 from kvtier.testing.toy import BLOCK, CHUNK, CHUNK_BYTES, GEOMETRY, Toy, prompt
 from kvtier.transfer import CopyResult, CopyStatus
@@ -91,6 +93,19 @@ def test_eight_threads_at_full_speed_never_exceed_the_capacity(tmp_path):
     assert written > 2 * capacity
     assert max(samples) <= capacity
     assert taken(folder) <= capacity
+
+
+def test_a_gib_through_64_mib_stays_within_them(tmp_path):
+    """Sampled every 50 ms, by eight threads, while a reader of the index does not end."""
+    found = overrun(tmp_path / "kv", 64 * MIB, 1024 * MIB)
+    assert found.written >= 1024 * MIB
+    assert found.most <= 64 * MIB
+    assert found.samples > 5
+
+
+def test_twin_whose_segments_are_free_of_charge_goes_beyond(tmp_path, monkeypatch):
+    monkeypatch.setattr(Segment, "charge", property(lambda self: self.length // 2))
+    assert overrun(tmp_path / "kv", 64 * MIB, 256 * MIB, every=0.005).most > 64 * MIB
 
 
 # -------------------------------------------------------------------------------------- H20

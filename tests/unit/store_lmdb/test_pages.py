@@ -143,7 +143,7 @@ def test_torn_pages_lose_what_is_under_them_only(filled) -> None:
     choose = random.Random(5)
     image = path.read_bytes()
     hurt = 0
-    for _ in range(150):
+    for _ in range(250):
         damaged = bytearray(image)
         # Half of the flips hit what holds a page together: its header and where its nodes are.
         at = choose.randrange(2, meta.last + 1) * PAGE + choose.randrange(choose.choice((48, PAGE)))
