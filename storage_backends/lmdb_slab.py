@@ -25,22 +25,23 @@ from pathlib import Path
 from typing import ClassVar, Final, Self
 
 from kvtier.clock import Clock, monotonic
-from kvtier.errors import ConfigError, Corrupt, MisuseError, Unavailable, unknown
-from kvtier.identity.record import HEADER_BYTES, Header, RecordId
+from kvtier.errors import ConfigError, MisuseError, Unavailable, unknown
+from kvtier.identity.record import Header, RecordId
 from kvtier.storage_backends.slab import (
     NO_ROOM,
     PAGE,
     SLOT_CHARGE,
     FileIO,
     Segment,
+    stride_for,
     stride_of,
 )
 from kvtier.storage_backends.slab_directory import SlabDirectory, config_error
 from kvtier.storage_backends.slab_files import SegmentFiles
-from kvtier.storage_backends.slab_index import Entry
 from kvtier.storage_backends.slab_ledger import Batch, Ledger, Log
 from kvtier.storage_backends.slab_recovery import LEAST_BYTES, recover
 from kvtier.storage_backends.slab_repair import purge, verify
+from kvtier.storage_backends.slab_runs import Placed, headers, readable, runs, unrepeated
 from kvtier.storage_backends.slab_survey import survey
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 from kvtier.tiers.survey import Purged, Survey, Tell, Verdict
@@ -140,7 +141,10 @@ class LmdbSlabStore:
         return Capabilities(durable=True, bounded=True, overhead=LEAST_BYTES)
 
     def footprint(self, stored_bytes: int) -> int:
-        """Return slot and index bytes of a payload. Segments add about 1 in 10,000."""
+        """Return slot and index bytes of a raw payload; what a codec left may take 1/16 more.
+
+        Segments add about 1 in 10,000.
+        """
         return stride_of(stored_bytes) + SLOT_CHARGE
 
     # -------------------------------------------------------------------------- without opening it
@@ -170,33 +174,51 @@ class LmdbSlabStore:
     def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:
         """Fill each buffer with a record, aligned ones without a copy. See Store.read_many."""
         self._check_usable()
+        out = [Read(Status.ABSENT)] * len(ids)
         pinned = self._ledger.pin(ids)
         try:
-            return [
-                self._read(name, *where, buffer) if where else Read(Status.ABSENT)
-                for name, where, buffer in zip(ids, pinned, into, strict=True)
-            ]
+            placed: list[Placed] = []
+            sizes: dict[int, Header] = {}
+            for at, where in enumerate(pinned):
+                if where is None:
+                    continue
+                segment, entry = where
+                found = readable(ids[at], segment, entry, into[at])
+                if isinstance(found, Header):
+                    sizes[at] = found
+                    placed.append(Placed(at, segment, entry.slot, entry.head))
+                else:
+                    out[at] = Read(found)
+            for run in runs(placed):
+                self._read_run(run, sizes, into, out)
         finally:
             self._ledger.unpin(pinned)
+        return out
 
-    def _read(self, name: RecordId, segment: Segment, entry: Entry, into: memoryview) -> Read:
+    def _read_run(
+        self,
+        run: Sequence[Placed],
+        headers: Mapping[int, Header],
+        into: Sequence[memoryview],
+        out: list[Read],
+    ) -> None:
+        """Read records of adjacent slots; those that fail together are read one by one."""
+        segment, first = run[0].segment, run[0].slot
+        sizes = [headers[one.at].stored_bytes for one in run]
         try:
-            header = Header.unpack(entry.head)
-        except Corrupt:
-            return Read(Status.CORRUPT)
-        if header.id != name or stride_of(header.stored_bytes) != segment.stride:
-            return Read(Status.CORRUPT)
-        if len(into) < header.stored_bytes:
-            return Read(Status.FAILED)
-        try:
-            page = self._files.read(segment, entry.slot, header.stored_bytes, into)
+            pages = self._files.read_run(segment, first, sizes, [into[one.at] for one in run])
         except OSError as error:
-            self._ledger.blame(segment, entry.slot, error)
+            if len(run) > 1:
+                for one in run:
+                    self._read_run([one], headers, into, out)
+                return
+            self._ledger.blame(segment, first, error)
             self._log.warn("a read failed", error)
-            return Read(Status.FAILED)
-        if page[:HEADER_BYTES] != entry.head:
-            return Read(Status.CORRUPT)
-        return Read(Status.OK, header)
+            out[run[0].at] = Read(Status.FAILED)
+            return
+        for one, page in zip(run, pages, strict=True):
+            whole = page == one.head
+            out[one.at] = Read(Status.OK, headers[one.at]) if whole else Read(Status.CORRUPT)
 
     def scan(self) -> Iterator[Header]:
         """Yield the header of each record, oldest write first.
@@ -210,38 +232,106 @@ class LmdbSlabStore:
             known |= {name: entry.sequence for name, entry in page}
         known |= {name: entry.sequence for name, entry in self._ledger.uncommitted().items()}
         names = sorted(known, key=known.__getitem__)
+        del known
         for start in range(0, len(names), _SCAN_STEP):
             self._check_usable()
             step = names[start : start + _SCAN_STEP]
-            yield from _headers(step, self._ledger.find(step))
+            yield from headers(step, self._ledger.find(step))
 
     # ------------------------------------------------------------------------------------ writing
 
     def write_many(self, records: Sequence[Write]) -> list[Status]:
         """Write records in order; OK means durable with ``durability=each`` only."""
         self._check_usable()
-        wrote = [self._write(record) for record in records]
+        wrote: list[tuple[Status, Batch | None]] = []
+        for lot in unrepeated(records):
+            wrote += self._write(lot)
         self._settle([batch for _, batch in wrote])
         return [Status.FAILED if batch and batch.failed else status for status, batch in wrote]
 
-    def _write(self, record: Write) -> tuple[Status, Batch | None]:
-        header, data = record
-        stride = stride_of(header.stored_bytes)
-        if len(data) < header.stored_bytes or not self._ledger.fits(stride):
-            return Status.FAILED, None
-        head = header.pack()
-        there, batch = self._ledger.batch_of(header.id, head)
-        if there:
-            return Status.OK, batch
+    def _write(self, records: Sequence[Write]) -> list[tuple[Status, Batch | None]]:
+        out: list[tuple[Status, Batch | None]] = [(Status.FAILED, None)] * len(records)
+        left: dict[int, Placed] = {}  # whose slots are nobody's yet
         try:
-            taken = self._ledger.slot(stride)
+            self._place(records, left, out)
+            for run in runs(left.values()):
+                if len(run) == 1 or not self._fill_run(run, records, left, out):
+                    self._fill_each(run, records, left, out)
+        except BaseException as error:
+            for one in left.values():
+                self._ledger.abandon(one.segment, one.slot, error)
+            raise
+        return out
+
+    def _place(
+        self,
+        records: Sequence[Write],
+        left: dict[int, Placed],
+        out: list[tuple[Status, Batch | None]],
+    ) -> None:
+        """Take a slot for each record that is not there yet."""
+        for at, (header, data) in enumerate(records):
+            stride = stride_for(header)
+            if len(data) < header.stored_bytes or not self._ledger.fits(stride):
+                continue
+            head = header.pack()
+            there, batch = self._ledger.batch_of(header.id, head)
+            if there:
+                out[at] = Status.OK, batch
+                continue
+            try:
+                taken = self._ledger.slot(stride)
+            except (OSError, Unavailable) as error:
+                out[at] = self._unwritten(error)
+                continue
             if taken is None:
-                return Status.FULL, None
-            return Status.OK, self._fill(*taken, header.id, head, data)
-        except (OSError, Unavailable) as error:
-            self._log.warn("a write failed", error)
-            full = isinstance(error, OSError) and error.errno in NO_ROOM
-            return Status.FULL if full else Status.FAILED, None
+                out[at] = Status.FULL, None
+            else:
+                left[at] = Placed(at, *taken, head)
+
+    def _fill_run(
+        self,
+        run: Sequence[Placed],
+        records: Sequence[Write],
+        left: dict[int, Placed],
+        out: list[tuple[Status, Batch | None]],
+    ) -> bool:
+        """Write records into adjacent slots; say whether the device took them together."""
+        heads = [one.head for one in run]
+        payloads = [records[one.at].data for one in run]
+        try:
+            self._files.write_run(run[0].segment, run[0].slot, heads, payloads)
+        except OSError:
+            return False
+        for at, segment, slot, head in run:
+            del left[at]
+            try:
+                batch = self._ledger.publish(records[at].header.id, segment, slot, head)
+                out[at] = Status.OK, batch
+            except Unavailable as error:
+                self._ledger.abandon(segment, slot, error)
+                out[at] = self._unwritten(error)
+        return True
+
+    def _fill_each(
+        self,
+        run: Sequence[Placed],
+        records: Sequence[Write],
+        left: dict[int, Placed],
+        out: list[tuple[Status, Batch | None]],
+    ) -> None:
+        for at, segment, slot, head in run:
+            header, data = records[at]
+            del left[at]
+            try:
+                out[at] = Status.OK, self._fill(segment, slot, header.id, head, data)
+            except (OSError, Unavailable) as error:
+                out[at] = self._unwritten(error)
+
+    def _unwritten(self, error: Exception) -> tuple[Status, None]:
+        self._log.warn("a write failed", error)
+        full = isinstance(error, OSError) and error.errno in NO_ROOM
+        return Status.FULL if full else Status.FAILED, None
 
     def _fill(
         self, segment: Segment, slot: int, name: RecordId, head: bytes, data: memoryview
@@ -304,15 +394,3 @@ class LmdbSlabStore:
                 f"{self._directory.path} was opened by process {self._pid} and is used in its "
                 f"fork {os.getpid()}; open stores after forking"
             )
-
-
-def _headers(names: Sequence[RecordId], found: Sequence[Entry | None]) -> Iterator[Header]:
-    for name, entry in zip(names, found, strict=True):
-        if entry is None:
-            continue
-        try:
-            header = Header.unpack(entry.head)
-        except Corrupt:
-            continue
-        if header.id == name:
-            yield header

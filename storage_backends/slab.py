@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Final
 
+from kvtier.identity.record import CODEC_RAW, Header
 from kvtier.units import format_bytes
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Segment",
     "Slabs",
     "index_bytes_for",
+    "stride_for",
     "stride_of",
 ]
 
@@ -86,6 +88,18 @@ class FileIO:
 def stride_of(stored_bytes: int) -> int:
     """Return the bytes of a slot for a payload of `stored_bytes`: header page and payload."""
     return PAGE + _pages(stored_bytes)
+
+
+def stride_for(header: Header) -> int:
+    """Return the bytes of a slot for a record.
+
+    A raw record has a class of its size, which the records of its geometry share. What a codec
+    leaves has any size: those classes are in steps of 1/16 of the power of two below.
+    """
+    if header.codec == CODEC_RAW or header.stored_bytes <= PAGE:
+        return stride_of(header.stored_bytes)
+    step = _pages((1 << (header.stored_bytes.bit_length() - 1)) >> 4)
+    return PAGE + -(-header.stored_bytes // step) * step
 
 
 def _pages(count: int) -> int:

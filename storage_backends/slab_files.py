@@ -7,12 +7,13 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from kvtier.identity.record import HEADER_BYTES
 from kvtier.storage_backends.scratch import ScratchPool, copy, is_aligned
-from kvtier.storage_backends.slab import PAGE, FileIO, Segment, stride_of
+from kvtier.storage_backends.slab import PAGE, FileIO, Segment
 from kvtier.storage_backends.slab_directory import SlabDirectory
 
 __all__ = ["SegmentFiles"]
@@ -44,42 +45,72 @@ class SegmentFiles:
         self._scratch = ScratchPool(_SCRATCHES)
 
     def write(self, segment: Segment, slot: int, head: bytes, data: memoryview) -> None:
-        """Write a record with one call: a page with its header, then the payload.
+        """Write a record: a page with its header, then the payload. See write_run."""
+        self.write_run(segment, slot, [head], [data])
 
-        data: exactly the stored bytes, or more of them in an aligned buffer.
+    def write_run(
+        self, segment: Segment, first: int, heads: Sequence[bytes], payloads: Sequence[memoryview]
+    ) -> None:
+        """Write records into slots that follow each other, with one call.
+
+        payloads: each exactly the stored bytes, or more of them in an aligned buffer.
         """
         payload = segment.stride - PAGE
-        direct = len(data) >= payload and is_aligned(data)
-        with self._scratch.borrow(PAGE if direct else segment.stride) as scratch:
-            scratch[:PAGE] = head.ljust(PAGE, b"\0")
-            if direct:
-                buffers = [scratch[:PAGE], data[:payload]]
-            else:
-                buffers = [scratch]
-                taken = min(len(data), payload)
-                copy(scratch[PAGE : PAGE + taken], data[:taken])
-                scratch[PAGE + taken :] = bytes(payload - taken)
+        direct = [len(data) >= payload and is_aligned(data) for data in payloads]
+        need = sum(PAGE if one else segment.stride for one in direct)
+        with self._scratch.borrow(need) as scratch:
+            buffers: list[memoryview] = []
+            at = 0
+            for head, data, aligned in zip(heads, payloads, direct, strict=True):
+                end = at + (PAGE if aligned else segment.stride)
+                scratch[at : at + PAGE] = head.ljust(PAGE, b"\0")
+                buffers.append(scratch[at:end])
+                if aligned:
+                    buffers.append(data[:payload])
+                else:
+                    taken = min(len(data), payload)
+                    copy(scratch[at + PAGE : at + PAGE + taken], data[:taken])
+                    scratch[at + PAGE + taken : end] = bytes(payload - taken)
+                at = end
             with self._use(segment) as descriptor:
-                count = self._io.pwrite(descriptor, buffers, segment.offset(slot))
-        if count != segment.stride:
-            raise OSError(errno.EIO, f"wrote {count} of {segment.stride} bytes")
+                count = self._io.pwrite(descriptor, buffers, segment.offset(first))
+        if count != segment.stride * len(heads):
+            raise OSError(errno.EIO, f"wrote {count} of {segment.stride * len(heads)} bytes")
 
     def read(self, segment: Segment, slot: int, stored_bytes: int, into: memoryview) -> bytes:
-        """Fill `into` with a record's payload, and return what its header page begins with.
+        """Fill `into` with a record's payload, and return its header page. See read_run."""
+        return self.read_run(segment, slot, [stored_bytes], [into])[0]
 
-        An aligned buffer is filled up to the end of its last page, another one exactly.
+    def read_run(
+        self, segment: Segment, first: int, sizes: Sequence[int], into: Sequence[memoryview]
+    ) -> list[bytes]:
+        """Fill buffers with the payloads of slots that follow each other, with one call.
+
+        sizes: of the stored payloads. An aligned buffer is filled up to the end of its last page,
+        another one exactly. Returns what stands in each record's header page.
         """
-        stride = stride_of(stored_bytes)
-        direct = len(into) >= stride - PAGE and is_aligned(into)
-        with self._scratch.borrow(PAGE if direct else stride) as scratch:
-            buffers = [scratch, into[: stride - PAGE]] if direct else [scratch]
+        payload = segment.stride - PAGE
+        direct = [len(buffer) >= payload and is_aligned(buffer) for buffer in into]
+        need = sum(PAGE if one else segment.stride for one in direct)
+        with self._scratch.borrow(need) as scratch:
+            buffers: list[memoryview] = []
+            starts: list[int] = []
+            at = 0
+            for buffer, aligned in zip(into, direct, strict=True):
+                starts.append(at)
+                end = at + (PAGE if aligned else segment.stride)
+                buffers.append(scratch[at:end])
+                if aligned:
+                    buffers.append(buffer[:payload])
+                at = end
             with self._use(segment) as descriptor:
-                count = self._io.pread(descriptor, buffers, segment.offset(slot))
-            if count != stride:
-                raise OSError(errno.EIO, f"read {count} of {stride} bytes")
-            if not direct:
-                copy(into[:stored_bytes], scratch[PAGE : PAGE + stored_bytes])
-            return bytes(scratch[:PAGE])
+                count = self._io.pread(descriptor, buffers, segment.offset(first))
+            if count != segment.stride * len(sizes):
+                raise OSError(errno.EIO, f"read {count} of {segment.stride * len(sizes)} bytes")
+            for at, size, buffer, aligned in zip(starts, sizes, into, direct, strict=True):
+                if not aligned:
+                    copy(buffer[:size], scratch[at + PAGE : at + PAGE + size])
+            return [bytes(scratch[at : at + HEADER_BYTES]) for at in starts]
 
     def sync(self, segments: Iterable[Segment]) -> None:
         """Bring what was written to segments to the disk, and that new ones exist."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from kvtier.errors import Corrupt
 from kvtier.identity.record import CODEC_RAW, Header, RecordId, split_record_id
-from kvtier.storage_backends.slab import Segment, stride_of
+from kvtier.storage_backends.slab import Segment, stride_for
 from kvtier.storage_backends.slab_audit import PIECE, Audit, Placed, Run, Wrong
 from kvtier.storage_backends.slab_index import Entry
 from kvtier.storage_backends.slab_pages import IndexPages, Torn
@@ -135,7 +135,7 @@ def _fitting(name: RecordId, entry: Entry, segments: Mapping[int, Segment]) -> H
         return Wrong("place", f"there is no segment {entry.segment}")
     if entry.slot >= segment.slots:
         return Wrong("place", f"its segment has only {segment.slots} slots")
-    stride = stride_of(header.stored_bytes)
+    stride = stride_for(header)
     if stride != segment.stride:
         return Wrong("place", f"it takes {stride} bytes, the slots have {segment.stride}")
     return header

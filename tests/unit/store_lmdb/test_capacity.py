@@ -6,12 +6,14 @@ import errno
 import random
 import threading
 import time
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from kvtier.identity.record import Header, Part
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
-from kvtier.storage_backends.slab import FileIO, Segment
+from kvtier.storage_backends.slab import PAGE, FileIO, Segment, stride_for, stride_of
 from kvtier.testing.records import fetch, is_exact, make_record
 from kvtier.tiers.store import Status
 
@@ -186,3 +188,24 @@ def test_segment_names() -> None:
     assert (again.number, again.stride, again.slots) == (7, 8192, 3)
     for foreign in ("slab-00000007-8191.seg", "slab-7-8192.seg", "slab-00000007-8192.seg.bak"):
         assert Segment.named(foreign, 8192) is None
+
+
+def encoded(stored: int, raw: int) -> Header:
+    """Return the header of a part of which a codec left so many bytes."""
+    sums = {"raw_sum": bytes(16), "stored_sum": bytes(16)}
+    return Header(bytes(32), bytes(32), None, 0, Part(), raw, stored, codec=1, **sums)
+
+
+def test_sizes_that_a_codec_leaves_share_few_classes() -> None:
+    raw = 2_359_296
+    strides = Counter(stride_for(encoded(stored, raw)) for stored in range(raw // 2, raw, 1009))
+    assert len(strides) <= 24
+    for stored in range(5000, raw, 1009):
+        stride = stride_for(encoded(stored, raw))
+        assert stored + PAGE <= stride <= stored * 17 / 16 + 2 * PAGE
+        assert stride % PAGE == 0
+
+
+def test_twin_with_a_class_a_size_there_would_be_hundreds() -> None:
+    raw = 2_359_296
+    assert len({stride_of(stored) for stored in range(raw // 2, raw, 1009)}) > 250

@@ -62,7 +62,7 @@ def test_a_write_whose_batch_is_being_committed_has_not_failed(opened: Any) -> N
     io = Slow()
     store = opened(io=io)
     io.ledger = store._ledger
-    statuses = store.write_many([make_record(1, 5000), make_record(2, 5000)])
+    statuses = store.write_many([make_record(1, 5000), make_record(2, 50_000)])
     written.set()
     io.commits.join()
     assert statuses == [OK, OK]

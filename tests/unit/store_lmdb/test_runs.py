@@ -1,0 +1,133 @@
+"""Records of one call in adjacent slots: one system call, and each record's fate its own."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from kvtier.storage_backends import slab_runs
+from kvtier.storage_backends.slab import FileIO, Segment
+from kvtier.storage_backends.slab_runs import Placed, runs
+from kvtier.testing.records import aligned, fetch, is_exact, make_record
+from kvtier.tiers.store import Read, Status, Store, Write
+
+MIB = 1 << 20
+SIZE = 100_000
+OK, FAILED, CORRUPT, ABSENT = Status.OK, Status.FAILED, Status.CORRUPT, Status.ABSENT
+
+
+class Counting(FileIO):
+    """Counts calls, and fails those that reach a given offset of a segment."""
+
+    def __init__(self) -> None:
+        self.reads = self.writes = 0
+        self.bad: int | None = None
+        self.raises: BaseException = OSError(errno.EIO, "injected")
+
+    def _meets(self, buffers: Sequence[memoryview], offset: int) -> None:
+        if self.bad is not None and offset <= self.bad < offset + sum(map(len, buffers)):
+            raise self.raises
+
+    def pread(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.reads += 1
+        self._meets(buffers, offset)
+        return super().pread(descriptor, buffers, offset)
+
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        self.writes += 1
+        self._meets(buffers, offset)
+        return super().pwrite(descriptor, buffers, offset)
+
+
+def opened_for_runs(opened: Any) -> tuple[Any, Counting]:
+    """Return a store whose segments have forty slots, and its I/O; its own test is counted off."""
+    io = Counting()
+    store = opened(512 * MIB, io=io)
+    io.reads = io.writes = 0
+    return store, io
+
+
+def read_all(store: Store, records: Sequence[Write]) -> list[tuple[Read, memoryview]]:
+    into = [aligned(SIZE if at % 3 else 102_400) for at in range(len(records))]
+    reads = store.read_many([record.header.id for record in records], into)
+    return list(zip(reads, into, strict=True))
+
+
+def test_adjacent_small_records_are_moved_together(opened: Any) -> None:
+    store, io = opened_for_runs(opened)
+    records = [make_record(number, SIZE) for number in range(18)]
+    assert store.write_many(records) == [OK] * 18
+    assert all(is_exact(*one) for one in read_all(store, records))
+    assert io.writes == io.reads == 1
+    assert all(is_exact(*one) for one in read_all(store, records[::-1]))  # whatever the order
+    assert io.reads == 2
+    assert all(is_exact(*one) for one in read_all(store, records[::2]))
+    assert io.reads == 2 + 9
+
+
+def test_twin_without_runs_each_costs_a_call(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slab_runs, "_MOST_BYTES", 0)
+    store, io = opened_for_runs(opened)
+    assert store.write_many([make_record(number, SIZE) for number in range(18)]) == [OK] * 18
+    assert io.writes == 18
+
+
+def test_a_run_is_bounded() -> None:
+    large, small = Segment(1, MIB, 8), Segment(2, 8192, 1000)
+    placed = [Placed(at, large, at, b"") for at in range(3)]
+    placed += [Placed(3 + at, small, at, b"") for at in range(900)]
+    lengths = [len(run) for run in runs(placed)]
+    assert lengths == [2, 1, 256, 256, 256, 132]  # 2 MiB; 1,024 buffers are the system's limit
+
+
+def test_a_bad_slot_spoils_no_other_of_its_run(opened: Any) -> None:
+    store, io = opened_for_runs(opened)
+    records = [make_record(number, SIZE) for number in range(10)]
+    stride = 106_496
+    io.bad = 4 * stride
+    statuses = store.write_many(records)
+    assert statuses == [FAILED if at == 4 else OK for at in range(10)]
+    io.bad = None
+    assert store.write_many(records) == [OK] * 10
+    io.bad = 7 * stride
+    found = read_all(store, records)
+    assert [read.status for read, _ in found] == [FAILED if at == 7 else OK for at in range(10)]
+    assert all(is_exact(*one) for at, one in enumerate(found) if at != 7)
+
+
+def test_a_foreign_header_spoils_no_other_of_its_run(opened: Any) -> None:
+    store, _ = opened_for_runs(opened)
+    records = [make_record(number, SIZE) for number in range(10)]
+    store.write_many(records)
+    path, at = opened.find(records[3])
+    with path.open("r+b") as file:
+        file.seek(at + 20)
+        file.write(b"\xff")
+    found = read_all(store, records)
+    assert [read.status for read, _ in found] == [CORRUPT if at == 3 else OK for at in range(10)]
+
+
+def test_a_name_that_stands_twice_is_what_was_written_last(opened: Any) -> None:
+    store, _ = opened_for_runs(opened)
+    first, again = make_record(1, SIZE), make_record(1, SIZE, version=1)
+    other = make_record(2, SIZE)
+    assert store.write_many([first, other, again, other]) == [OK] * 4
+    read, buffer = fetch(store, first.header.id, SIZE)
+    assert is_exact(read, buffer)
+    assert bytes(buffer) == bytes(again.data)
+
+
+def test_an_interrupted_call_keeps_no_slot(opened: Any) -> None:
+    store, io = opened_for_runs(opened)
+    store.write_many([make_record(0, SIZE)])
+    (segment,) = store._ledger._slabs.segments.values()
+    free = len(segment.free)
+    io.bad, io.raises = 5 * segment.stride, KeyboardInterrupt()
+    records = [make_record(number, SIZE) for number in range(1, 12)]
+    with pytest.raises(KeyboardInterrupt):
+        store.write_many(records)
+    assert len(segment.free) == free
+    assert set(store.contains_many([record.header.id for record in records])) == {ABSENT}
