@@ -59,6 +59,7 @@ bench: setup  ## measure everything beside its limit, into bench-*.json (half an
 	$(BIN)/python benchmarks/daemon.py --json bench-daemon.json
 	$(BIN)/python benchmarks/device.py --json bench-device.json
 	$(BIN)/python benchmarks/verify.py --json bench-verify.json
+	$(BIN)/python benchmarks/nvme.py --json bench-nvme.json --plot bench-nvme.png
 
 sim: setup  ## 10,000 simulated schedules, and each named guard taken away once, into sim.json
 	@$(BIN)/kvtier sim --schedules 10000 --sweep 100 --mutate named --json sim.json
@@ -80,7 +81,7 @@ device: setup  ## hazards of copies on 1,000 schedules, the copy kernel and its 
 
 clean:  ## remove what was built and cached, but not the venvs
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f demo.json bench-*.json sim.json campaign.json fuzz.json soak.json device.json
+	rm -f demo.json bench-*.json bench-*.png sim.json campaign.json fuzz.json soak.json device.json
 	find . \( -path ./$(VENV) -o -path ./$(ENGINES) \) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 $(VENV)/.setup-done: pyproject.toml constraints.txt

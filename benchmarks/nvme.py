@@ -1,0 +1,323 @@
+"""How fast the NVMe tier's store is, beside fio, LMDB with payloads as values, and a file a chunk.
+
+    python benchmarks/nvme.py [--json FILE] [--plot FILE.png] [--dir DIR] [--full] [--only CASE]
+
+Each round gives every contender its turn, so that whatever else the machine does meets all alike;
+figures are medians of nine rounds or more, ratios are of the turns of one round. Four threads. The
+store takes each payload's checksum, commits its index and syncs, all in the time measured.
+
+sizes              write and read of 128 KiB, 2 MiB and 16 MiB into space that was written before,
+                   beside fio (direct, psync, the same sizes and threads, synced at its end); the
+                   store is called with up to 2 MiB of records at a time. fio beside itself is the
+                   control: how far two runs of one thing differ here
+fresh              2 MiB into space that is only preallocated, beside fio in such a file
+huge_pages         2 MiB from buffers in huge pages, beside the arena's as this system gives them
+larger_than_cache  half reads, half replacements of 2 MiB on a tier four times as large as the
+                   memory group that holds the process, page cache included, beside LMDB's values
+churn90, churn97   a store filled so far, all its records replaced: the fourth turnover beside the
+                   first of another store
+waste              one geometry, then another, then both and what a codec leaves
+growth             opening, look-up and write with 10,000 to 1,000,000 records
+budget             1 GiB through a Cache by eight threads into 64 MiB, the index's reader stale
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nvme_cases import GIB, MIB, churn, grown, larger_than_cache, memory_group, waste
+from nvme_peers import Driver, FilePerChunk, Fio, LmdbValues, Missing, Pass, Records, Slab, opened
+
+from kvtier.testing.overrun import overrun
+
+THREADS = 4
+ROUNDS = 9
+SIZES = {"128KiB": 128 << 10, "2MiB": 2 << 20, "16MiB": 16 << 20}
+LIMITS = {
+    "sizes.128KiB": 0.60,
+    "sizes.2MiB": 0.85,
+    "sizes.16MiB": 0.85,
+    "larger_than_cache.ratio_lmdb_values": 5.0,
+    "larger_than_cache.cpu_s_per_gb": 0.12,
+}
+Report = dict[str, Any]
+
+
+def fio_of(path: Path, total: int) -> Fio | None:
+    """Return fio, or None where there is none; the report says so."""
+    try:
+        return Fio(path, total, THREADS)
+    except Missing:
+        return None
+
+
+class Rows:
+    """What contenders did, by contender and verb."""
+
+    def __init__(self) -> None:
+        self._passes: defaultdict[tuple[str, str], list[Pass]] = defaultdict(list)
+        self._ratios: defaultdict[str, list[float]] = defaultdict(list)
+
+    def add(self, name: str, verb: str, done: Pass) -> None:
+        self._passes[name, verb].append(done)
+
+    def ratio(self, name: str, value: float) -> None:
+        self._ratios[name].append(value)
+
+    def ratios(self) -> Report:
+        found: Report = {name: statistics.median(each) for name, each in self._ratios.items()}
+        found["spread"] = {name: [min(each), max(each)] for name, each in self._ratios.items()}
+        return found
+
+    def contenders(self) -> Report:
+        found: Report = defaultdict(dict)
+        for (name, verb), passes in self._passes.items():
+            rates = sorted(one.bytes_per_s / 1e9 for one in passes)
+            row = {"gb_per_s": statistics.median(rates), "spread": [rates[0], rates[-1]]}
+            calls = sorted(seconds * 1e3 for one in passes for seconds in one.calls_s)
+            if calls:
+                row["cpu_s_per_gb"] = statistics.median(one.cpu_s_per_gb for one in passes)
+                row["p50_ms"] = calls[len(calls) // 2]
+                row["p99_ms"] = calls[len(calls) * 99 // 100]
+            found[name][verb] = row
+        return dict(found)
+
+
+def fio_turns(rows: Rows, fio: Fio | None, verb: str, size: int, ours: Pass) -> None:
+    """Compare a pass with fio's, and fio's with another of its own."""
+    if fio is None:
+        return
+    first, second = fio.run(verb, size), fio.run(verb, size)
+    rows.add("fio", verb, Pass(first, 0.0))
+    rows.ratio(f"{verb}_ratio_fio", ours.bytes_per_s / first)
+    rows.ratio(f"{verb}_fio_over_fio", second / first)
+
+
+def one_size(folder: Path, size: int, total: int, rounds: int, driver: Driver) -> Report:
+    """Measure one size in space that was written before."""
+    numbers = range(total // size)
+    batch = max(1, min(16, 2 * MIB // size))
+    records = Records(size, THREADS * batch)
+    slab = Slab(folder / "slab", records)
+    values = LmdbValues(folder / "lmdb", records, 2 * total + 64 * MIB)
+    files = FilePerChunk(folder / "files", records)
+    fio = fio_of(folder / "fio", total)
+    peers = {"slab": slab, "lmdb_values": values, "file_per_chunk": files}
+    rows = Rows()
+    with opened(*peers.values(), *([fio] if fio else [])):
+        for peer in peers.values():
+            driver.write(peer, numbers, batch, size)
+        if fio:
+            fio.run("write", size)
+        for _ in range(rounds):
+            for name, peer in peers.items():
+                peer.drop(numbers)
+                peer.settle()
+                done = driver.write(peer, numbers, batch, size)
+                rows.add(name, "write", done)
+                if peer is slab:
+                    fio_turns(rows, fio, "write", size, done)
+            for name, peer in peers.items():
+                done = driver.read(peer, records, numbers, batch)
+                rows.add(name, "read", done)
+                if peer is slab:
+                    fio_turns(rows, fio, "read", size, done)
+    return {**rows.ratios(), "contenders": rows.contenders()}
+
+
+def fresh(folder: Path, total: int, rounds: int, driver: Driver) -> Report:
+    """Measure writes into space that is only preallocated."""
+    size, numbers = 2 * MIB, range(total // (2 * MIB))
+    records = Records(size, THREADS)
+    rows = Rows()
+    for _ in range(rounds):
+        slab, fio = Slab(folder / "fresh", records), fio_of(folder / "fresh.fio", total)
+        with opened(slab, *([fio] if fio else [])):
+            done = driver.write(slab, numbers, 1, size)
+            rows.add("slab", "write", done)
+            if fio:
+                rows.ratio("write_ratio_fio", done.bytes_per_s / fio.run("write", size))
+    return {**rows.ratios(), "contenders": rows.contenders()}
+
+
+def huge_pages(folder: Path, total: int, rounds: int, driver: Driver) -> Report:
+    """Compare buffers in huge pages with an arena's, in one store."""
+    size, numbers = 2 * MIB, range(total // (2 * MIB))
+    kinds = {"arena": Records(size, THREADS), "huge": Records(size, THREADS, huge=True)}
+    slab = Slab(folder / "huge", kinds["arena"])
+    rows = Rows()
+    with opened(slab):
+        for _ in range(rounds):
+            found: dict[tuple[str, str], float] = {}
+            for name, records in kinds.items():
+                slab.records = records
+                slab.drop(numbers)
+                slab.settle()
+                found[name, "write"] = driver.write(slab, numbers, 1, size).bytes_per_s
+                found[name, "read"] = driver.read(slab, records, numbers, 1).bytes_per_s
+            for verb in ("write", "read"):
+                rows.ratio(f"{verb}_ratio", found["huge", verb] / found["arena", verb])
+    return rows.ratios()
+
+
+def in_little_memory(folder: Path, nbytes: int, rounds: int) -> Report:
+    """Run this script's case in a process whose memory group is a quarter of the tier."""
+    command = [sys.executable, __file__, "--child", str(nbytes), "--rounds", str(rounds)]
+    with memory_group(nbytes // 4) as procs:
+        command += ["--dir", str(folder), "--procs", str(procs)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    found: Report = json.loads(done.stdout)
+    return {"tier_bytes": nbytes, "memory_bytes": nbytes // 4, **found}
+
+
+def growth(folder: Path, counts: tuple[int, ...]) -> Report:
+    """Measure each count of records in a directory of its own."""
+    found = {}
+    for count in counts:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            found[str(count)] = grown(Path(place) / "kv", count)
+    return found
+
+
+def budget(folder: Path) -> Report:
+    """Write a GiB through a tier of 64 MiB, and look what its directory takes."""
+    found = overrun(folder / "overrun", 64 * MIB, GIB)
+    return {"capacity": 64 * MIB, **found._asdict(), "within": found.most <= 64 * MIB}
+
+
+def measure(folder: Path, options: argparse.Namespace) -> Report:
+    """Run the cases asked for, one after the other."""
+    larger = 4 if options.full else 1
+    total, rounds = 256 * MIB * larger, options.rounds
+    driver = Driver(THREADS)
+    cases: dict[str, Callable[[], Report]] = {
+        "sizes": lambda: {
+            name: one_size(folder, size, total, rounds, driver) for name, size in SIZES.items()
+        },
+        "fresh": lambda: fresh(folder, total, rounds, driver),
+        "huge_pages": lambda: huge_pages(folder, total, rounds, driver),
+        "larger_than_cache": lambda: in_little_memory(folder, GIB * larger, rounds),
+        "churn90": lambda: churn(folder, 512 * MIB * larger, 0.90, rounds),
+        "churn97": lambda: churn(folder, 512 * MIB * larger, 0.97, rounds),
+        "waste": lambda: waste(folder, GIB * larger),
+        "growth": lambda: growth(folder, (10_000, 100_000, 1_000_000)),
+        "budget": lambda: budget(folder),
+    }
+    report: Report = {}
+    for name, case in cases.items():
+        if options.only in (None, name):
+            print(f"{name} …", file=sys.stderr, flush=True)
+            try:
+                report[name] = case()
+            except Missing as missing:
+                report[name] = {"not_run": str(missing)}
+    with_fio = fio_of(folder / "probe", MIB)
+    report["fio"] = "there" if with_fio else "not installed; on Debian: apt-get install fio"
+    driver.close()
+    return report
+
+
+def summed_up(report: Report) -> Report:
+    """Put beside the cases the figures that are asked for by name."""
+    control = report.get("sizes", {}).values()
+    for verb in ("write", "read"):
+        ratios = [
+            each[f"{verb}_fio_over_fio"] for each in control if f"{verb}_fio_over_fio" in each
+        ]
+        report.setdefault("fio_over_fio", {})[verb] = statistics.median(ratios) if ratios else None
+    if "waste" in report:
+        report["waste_two_geometries"] = report["waste"]["waste"]
+    if "growth" in report:
+        report["reopen_s"] = {n: row["open_cache_s"] for n, row in report["growth"].items()}
+    return report
+
+
+def tell(report: Report, at: str = "") -> None:
+    """Print a report, a line a figure."""
+    for name, value in report.items():
+        path = f"{at}.{name}" if at else name
+        if isinstance(value, dict):
+            tell(value, path)
+        elif isinstance(value, list):
+            print(f"{path:52} {', '.join(f'{one:.3f}' for one in value)}")
+        else:
+            print(f"{path:52} {f'{value:.3f}' if isinstance(value, float) else value}")
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draw the speeds by size, the ratios to fio, and growth. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure((15, 4.5), dpi=120, layout="constrained")
+    speeds, ratios, grows = figure.subplots(1, 3)
+    sizes = report.get("sizes", {})
+    bars = [(c, verb) for c in ("fio", "slab", "lmdb_values", "file_per_chunk") for verb in VERBS]
+    for at, (name, verb) in enumerate(bars):
+        rows = [each["contenders"].get(name, {}).get(verb, {}) for each in sizes.values()]
+        places = [x + (at - 3.5) * 0.1 for x in range(len(sizes))]
+        heights = [row.get("gb_per_s", 0.0) for row in rows]
+        hatch = "//" if verb == "read" else ""
+        speeds.bar(places, heights, 0.1, label=f"{name} {verb}", color=f"C{at // 2}", hatch=hatch)
+    speeds.set_xticks(range(len(sizes)), list(sizes))
+    speeds.set_ylabel("GB/s")
+    speeds.legend(fontsize=7)
+    for verb, mark in zip(VERBS, "os", strict=True):
+        for kind, style in ((f"{verb}_ratio_fio", "-"), (f"{verb}_fio_over_fio", ":")):
+            drawn = [(n, e[kind], e["spread"][kind]) for n, e in sizes.items() if kind in e]
+            middle = [value for _, value, _ in drawn]
+            error = [
+                [value - low for _, value, (low, _) in drawn],
+                [high - value for _, value, (_, high) in drawn],
+            ]
+            names = [name for name, _, _ in drawn]
+            ratios.errorbar(names, middle, error, marker=mark, linestyle=style, label=kind)
+    ratios.axhline(1.0, color="black", linewidth=0.8)
+    ratios.set_ylabel("of fio, medians and spread")
+    ratios.legend(fontsize=7)
+    table = report.get("growth", {})
+    for kind in ("open_cache_s", "open_store_s", "lookup_us", "write_us"):
+        grows.plot([int(n) for n in table], [row[kind] for row in table.values()], "o-", label=kind)
+    grows.set(xscale="log", yscale="log", xlabel="records")
+    grows.legend(fontsize=7)
+    figure.savefig(path)
+
+
+VERBS = ("write", "read")
+
+
+def main() -> None:
+    """Measure, print, and write what was asked for."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--json", type=Path)
+    arguments.add_argument("--plot", type=Path, help="a PNG of it; needs kvtier[plot]")
+    arguments.add_argument("--dir", type=Path, default=Path(), help="on the device to measure")
+    arguments.add_argument("--rounds", type=int, default=ROUNDS)
+    arguments.add_argument("--full", action="store_true", help="four times as many bytes")
+    arguments.add_argument("--only", help="one case of those above")
+    arguments.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    arguments.add_argument("--procs", type=Path, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.dir) as place:
+        if options.child:
+            options.procs.write_text("0")  # this process
+            print(json.dumps(larger_than_cache(Path(place), options.child, ROUNDS, THREADS)))
+            return
+        report = summed_up(measure(Path(place), options))
+    tell(report)
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if options.plot:
+        plot(report, options.plot)
+
+
+if __name__ == "__main__":
+    main()
