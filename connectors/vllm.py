@@ -16,15 +16,24 @@ from typing import Any, Final, cast
 import vllm
 
 from kvtier.cache import Cache
-from kvtier.connectors.vllm_checks import apart, check_version, checked_tiers
+from kvtier.connectors.vllm_absent import AbsentSide
+from kvtier.connectors.vllm_checks import apart, check_alone, check_version, checked_tiers
 from kvtier.connectors.vllm_identity import namespace_for
 from kvtier.connectors.vllm_scheduler import SchedulerSide
-from kvtier.connectors.vllm_seat import ApartPlace, Place, SharedPlace, open_for, take_seat
+from kvtier.connectors.vllm_seat import (
+    ApartPlace,
+    Place,
+    SharedPlace,
+    open_for,
+    open_or_absent,
+    take_seat,
+)
 from kvtier.connectors.vllm_step import Ended, StepPlans
 from kvtier.connectors.vllm_worker import WorkerSide
 
 check_version(vllm.__version__)  # before its names are looked for: an older one lacks some
 
+from vllm.config import get_current_vllm_config_or_none  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -48,6 +57,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         tiers = checked_tiers(vllm_config)
+        check_alone(vllm_config, get_current_vllm_config_or_none())
         super().__init__(vllm_config, role, kv_cache_config)
         namespace = namespace_for(vllm_config, kv_cache_config)
         engine, alone = vllm_config.kv_transfer_config.engine_id, not apart(vllm_config)
@@ -55,14 +65,19 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         shards = parallel.tensor_parallel_size
         self._several = len(kv_cache_config.kv_cache_groups) > 1
         self._bad: set[int] = set()
-        self._side: SchedulerSide | WorkerSide
+        self._side: SchedulerSide | WorkerSide | AbsentSide
         place: Place
         if alone or role == KVConnectorRole.SCHEDULER:
+            extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+            opening = open_or_absent if extra.get("optional") else open_for
 
-            def opened() -> Cache:
-                return open_for(tiers, namespace, engine, shards, apart=not alone)
+            def opened() -> Cache | None:
+                return opening(tiers, namespace, engine, shards, apart=not alone)
 
             self._seat = take_seat(engine, role.name, opened, namespace.digest)
+            if self._seat.given is None:
+                self._side = AbsentSide()
+                return
         if role == KVConnectorRole.SCHEDULER:
             self._side = SchedulerSide(self._seat.cache)
             return
@@ -74,7 +89,10 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @property
     def cache(self) -> Cache:
-        """The cache behind the scheduler's object, to look at: ``explain``, ``figures``."""
+        """The cache behind the scheduler's object, to look at: ``explain``, ``figures``.
+
+        Raises MisuseError where an optional daemon was not there.
+        """
         return self._seat.cache
 
     @property
@@ -130,6 +148,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool:
         """Take this model's KV out of all tiers, as after a change of its weights. Blocks."""
+        if self._seat.given is None:
+            return True
         try:
             self._seat.cache.purge(timeout=_PURGE_SECONDS)
         except TimeoutError:
@@ -198,6 +218,9 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Wait for copies, bounded; the last of the objects closes the cache."""
         if isinstance(self._side, WorkerSide):
             self._side.close()
+            return
+        if isinstance(self._side, AbsentSide):
+            self._seat.leave(self._role.name)
             return
         last = {plan: [cause] for plan, cause in self._seat.ended.items()}
         self._side.ended(Ended(last))

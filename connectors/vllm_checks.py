@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, Final
 
+from kvtier.daemon.address import SCHEME
 from kvtier.errors import ConfigError
 
-__all__ = ["SUPPORTED", "apart", "check_version", "checked_tiers", "register"]
+__all__ = ["SUPPORTED", "apart", "check_alone", "check_version", "checked_tiers", "register"]
 
 SUPPORTED: Final = ("0.32",)
 """Versions whose connector interface was read and whose cases were run: see ``make engines``."""
@@ -65,7 +66,33 @@ def checked_tiers(config: Any) -> list[str]:
     tiers = options.get("tiers") if isinstance(options, Mapping) else None
     if not isinstance(tiers, list) or not all(isinstance(one, str) for one in tiers) or not tiers:
         raise ConfigError(f"kvtier needs its tiers, as a list of URLs, DRAM first: {_EXAMPLE}")
+    optional = options.get("optional", False)
+    if not isinstance(optional, bool):
+        raise ConfigError(f"optional is {optional!r}; it is true or false")
+    if optional and not tiers[0].startswith(SCHEME):
+        raise ConfigError(
+            f"optional is for a daemon that may not be there, and the first tier is {tiers[0]!r}, "
+            f"not {SCHEME}PATH: leave it out"
+        )
     return tiers
+
+
+def check_alone(config: Any, current: Any) -> None:
+    """Raise ConfigError where another connector has this one beside others.
+
+    Each would load what the other has loaded already, and keep requests waiting for it.
+    config: what this connector is given; current: vLLM's own for the process, None if not known.
+    """
+    own = config.kv_transfer_config.kv_connector
+    whole = current.kv_transfer_config if current is not None else None
+    if whole is None or whole.kv_connector == own:
+        return
+    named = whole.kv_connector_extra_config.get("connectors", [])
+    others = [one.get("kv_connector") for one in named if isinstance(one, Mapping)]
+    raise ConfigError(
+        f"kv_connector is {whole.kv_connector!r}, with {', '.join(map(str, others))} in it; kvtier "
+        f"goes with no other connector: set kv_connector to {own!r}, with all tiers in kvtier's"
+    )
 
 
 def _one(what: str, value: int) -> None:

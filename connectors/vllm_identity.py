@@ -18,7 +18,7 @@ __all__ = ["OPTIONS", "Identities", "namespace_for"]
 
 _log = logging.getLogger("kvtier")
 
-OPTIONS: Final = ("tiers", "chunk_tokens", "tenant", "revision")
+OPTIONS: Final = ("tiers", "chunk_tokens", "tenant", "revision", "optional")
 """Keys of ``kv_connector_extra_config``."""
 
 _NEAR_TOKENS: Final = 256

@@ -6,6 +6,7 @@ else one that the scheduler starts, which ends with it. Workers find its memory 
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, Protocol
@@ -15,11 +16,12 @@ from kvtier.copier import Pages
 from kvtier.daemon.address import SCHEME, parse_address
 from kvtier.daemon.worker import Worker
 from kvtier.device.cpu import CpuDevice
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.namespace import Namespace
 
-__all__ = ["ApartPlace", "Place", "Seat", "SharedPlace", "open_for", "take_seat"]
+__all__ = ["ApartPlace", "Place", "Seat", "SharedPlace", "open_for", "open_or_absent", "take_seat"]
 
+_log = logging.getLogger("kvtier")
 _BIND_SECONDS: Final = 30.0
 
 _seats: Final[dict[str, Seat]] = {}
@@ -29,15 +31,23 @@ _lock: Final = threading.Lock()
 class Seat:
     """A cache, and how the worker's last plans have ended.
 
-    ended: of plans that no step of the engine will report any more, why each failed, or "".
+    given: None where the engine does without a cache. ended: of plans that no step of the engine
+    will report any more, why each failed, or "".
     """
 
-    def __init__(self, engine: str, cache: Cache) -> None:
-        self.cache = cache
+    def __init__(self, engine: str, given: Cache | None) -> None:
+        self.given = given
         self.device = CpuDevice()
         self.ended: dict[int, str] = {}
         self.roles: set[str] = set()
         self._engine = engine
+
+    @property
+    def cache(self) -> Cache:
+        """Its cache. Raises MisuseError where it has none."""
+        if self.given is None:
+            raise MisuseError("this engine runs without a cache: its daemon was not there at start")
+        return self.given
 
     def leave(self, role: str) -> None:
         """Give up a role. With the last one the cache is closed. Blocks then, bounded."""
@@ -49,11 +59,12 @@ class Seat:
                 return
             _seats.pop(self._engine, None)
         self.device.close()
-        self.cache.close()
+        if self.given is not None:
+            self.given.close()
 
 
-def take_seat(engine: str, role: str, opened: Callable[[], Cache], digest: bytes) -> Seat:
-    """Take a role of an engine; the first one opens its cache. Blocks while it opens.
+def take_seat(engine: str, role: str, opened: Callable[[], Cache | None], digest: bytes) -> Seat:
+    """Take a role of an engine; the first one opens its cache, if it has one. Blocks meanwhile.
 
     engine: vLLM's id of it; digest: of the namespace that this role derives.
     Raises ConfigError when a role is taken, or two roles see different models.
@@ -66,14 +77,27 @@ def take_seat(engine: str, role: str, opened: Callable[[], Cache], digest: bytes
             raise ConfigError(
                 f"two kvtier connectors in engine {engine}: name one, with all its tiers"
             )
-        if seat.cache.namespace.digest != digest:
+        known = digest if seat.given is None else seat.given.namespace.digest
+        if known != digest:
             raise ConfigError(
                 f"vLLM's scheduler and worker describe the KV of this model differently "
-                f"(namespaces {seat.cache.namespace.digest.hex()[:16]} and {digest.hex()[:16]}), "
+                f"(namespaces {known.hex()[:16]} and {digest.hex()[:16]}), "
                 f"as where layers share KV; such a model cannot be cached"
             )
         seat.roles.add(role)
         return seat
+
+
+def open_or_absent(
+    tiers: Sequence[str], namespace: Namespace, engine: str, shards: int, *, apart: bool
+) -> Cache | None:
+    """Open a daemon's cache; None, and a line in the log, where that does not work. Blocks."""
+    parse_address(tiers[0])  # what is wrong with the name itself is not forgiven
+    try:
+        return open_for(tiers, namespace, engine, shards, apart=apart)
+    except ConfigError as error:
+        _log.warning("vLLM runs without a cache until it is started anew: %s", error)
+        return None
 
 
 def open_for(

@@ -23,7 +23,7 @@ from kvtier.desk import Match
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.geometry import Geometry, component_shards
 from kvtier.identity.namespace import Namespace
-from kvtier.identity.shape import chunk_shape
+from kvtier.identity.shape import Shape, chunk_shape
 from kvtier.local import LocalDesk
 from kvtier.prefix import Prefix
 from kvtier.seams import Future, IoPool
@@ -133,9 +133,28 @@ class Calls:
         if owner == NOBODY:
             self._depot.leave(flush=False)
             raise ConfigError("this daemon has served too many namespaces; start it anew")
+        try:
+            self._check_ranks(owner, shape)
+        except ConfigError:
+            self._depot.leave(flush=False)
+            raise
         desk = LocalDesk(self._depot, namespace, shape, owner)
         session.desks[desk.number] = desk
         reply(answers.Joined(desk.number, owner))
+
+    def _check_ranks(self, owner: int, shape: Shape) -> None:
+        """Refuse ranks that would share nothing with those that a namespace is served to.
+
+        Each would fill the memory with parts that the other cannot use, and wonder about misses.
+        """
+        for session in self._sessions.values():
+            for desk in session.desks.values():
+                if desk.owner == owner and not set(desk.shape.names) & set(shape.names):
+                    raise ConfigError(
+                        f"this daemon serves the KV of this model in {_split(desk.shape)}; an "
+                        f"engine with {_split(shape)} would share nothing with that: give it a "
+                        f"tenant of its own, or the same ranks"
+                    )
 
     def _leave(self, session: Session, number: int) -> None:
         """End a desk, with its leases and pins."""
@@ -329,6 +348,12 @@ def _matched(prefix: Prefix, tokens: int, known: int = 0, *, unknown: bool = Fal
         raise ProtocolError(f"no match of this prompt has {tokens} tokens, {known} chunks known")
     ask = unknown and known * prefix.shape.chunk_tokens < prefix.limit
     return Match(prefix, tokens, (), known, ask and known < len(prefix.names))
+
+
+def _split(shape: Shape) -> str:
+    """Say into how many shards and stages a shape cuts KV."""
+    shards = max(name.shards for name in shape.names)
+    return f"{shards} shards and {shape.names[0].stages} stages"
 
 
 def _check_parts(geometry: Geometry, shards: int, stages: int) -> None:

@@ -169,9 +169,33 @@ def in_processes(bench: Bench, plain: dict[str, Any]) -> Outcomes:
 
 def refused(bench: Bench) -> Outcomes:
     """Ask for what cannot work: it is refused at start."""
-    seen = bench.vllm("plain", "none", "dram:128MiB", policy="fail")
-    text = seen.get("error", "")
-    return {"refused policy": said("'fail'" in text and "'recompute'" in text, text)}
+    absent = f"unix:{bench.folder}/nobody.sock?timeout=1s"
+    how = {
+        "refused policy": (["dram:128MiB"], {"policy": "fail"}, ("'fail'", "'recompute'")),
+        "refused: no daemon": ([absent], {}, ("no daemon answers", "kvtier serve")),
+        "refused: two connectors": (
+            ["dram:128MiB"],
+            {"beside": "ExampleConnector"},
+            ("'MultiConnector'", "ExampleConnector", "'KvtierConnector'"),
+        ),
+    }
+    found = {}
+    for case, (tiers, more, words) in how.items():
+        text = bench.vllm("plain", "none", *tiers, **more).get("error", "")
+        found[case] = said(all(word in text for word in words), text)
+    return found
+
+
+def without_a_daemon(bench: Bench, plain: dict[str, Any]) -> Outcomes:
+    """Start where no daemon is, if that was said to be fine."""
+    found = {}
+    for name, options in (("in it", {}), ("apart", {"distributed_executor_backend": "mp"})):
+        url = f"unix:{bench.folder}/nobody.sock?timeout=1s"
+        more = {"extra": {"optional": True}, "options": options}
+        seen = bench.vllm("plain", "absent", url, **more)
+        fine = plain["answers"] == seen.get("answers") and seen["again"] and not seen["cached"]
+        found[f"no daemon, optional, worker {name}"] = said(fine, seen)
+    return found
 
 
 def vllm(bench: Bench, *, short: bool) -> Outcomes:
@@ -184,6 +208,7 @@ def vllm(bench: Bench, *, short: bool) -> Outcomes:
         found |= cases(bench, "plain", plain)
     found |= with_adapters(bench, plain)
     found |= in_processes(bench, plain)
+    found |= without_a_daemon(bench, plain)
     found |= refused(bench)
     hybrid = bench.vllm("hybrid", "none")
     for cases in (in_memory, on_disk, in_a_crowd):

@@ -44,12 +44,22 @@ class Engine:
     def __init__(self, model: str, tiers: list[str], options: dict[str, Any], setting: Any) -> None:
         transfer = None
         if tiers:
-            transfer = KVTransferConfig(
-                kv_connector="KvtierConnector",
-                kv_role="kv_both",
-                kv_load_failure_policy=setting.get("policy", "recompute"),
-                kv_connector_extra_config={"tiers": tiers, "chunk_tokens": CHUNK},
-            )
+            extra = {"tiers": tiers, "chunk_tokens": CHUNK, **setting.get("extra", {})}
+            ours = {
+                "kv_connector": "KvtierConnector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": setting.get("policy", "recompute"),
+                "kv_connector_extra_config": extra,
+            }
+            if "beside" in setting:  # another connector, and one that has both in it
+                other = {"kv_connector": setting["beside"], "kv_role": "kv_both"}
+                both = {"connectors": [ours, other]}
+                ours = {
+                    **other,
+                    "kv_connector": "MultiConnector",
+                    "kv_connector_extra_config": both,
+                }
+            transfer = KVTransferConfig(**ours)
         self.llm = LLM(
             model,
             skip_tokenizer_init=True,
@@ -249,6 +259,15 @@ def script_found(engine: Engine) -> dict[str, Any]:
     """Answer from what another vLLM has left with the daemon."""
     answers, cached = engine.answer()
     return {"answers": starts(answers), "cached": cached}
+
+
+def script_absent(engine: Engine) -> dict[str, Any]:
+    """Answer where there is no daemon, and never was one."""
+    cold, _ = engine.answer()
+    engine.reset()
+    again, cached = engine.answer()
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    return {"answers": starts(cold), "again": again == cold, "cached": sum(cached)}
 
 
 def script_killed(engine: Engine) -> dict[str, Any]:

@@ -12,8 +12,10 @@ import torch
 
 import kvtier
 from kvtier.connectors import vllm_seat
-from kvtier.connectors.vllm_seat import ApartPlace
-from kvtier.errors import ConfigError
+from kvtier.connectors.vllm_absent import AbsentSide
+from kvtier.connectors.vllm_seat import ApartPlace, open_for, open_or_absent, take_seat
+from kvtier.connectors.vllm_step import StepPlans
+from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.daemon import running
 from kvtier.testing.vllm_steps import BLOCK, BLOCKS, FULL, SLIDING, VllmSteps
 
@@ -79,6 +81,39 @@ def test_loads_from_a_daemon_that_was_killed_fail_and_requests_go_on():
                 steps.step()
         finally:
             steps.close()
+
+
+ABSENT = "unix:/nowhere/kv.sock?timeout=50ms"
+
+
+def test_an_optional_daemon_that_is_not_there_is_done_without(caplog):
+    namespace = kvtier.Namespace("tiny", kvtier.Geometry((FULL,), "float32", (BLOCK,), 64))
+    for apart in (False, True):
+        assert open_or_absent([ABSENT], namespace, "e", 1, apart=apart) is None
+        assert "runs without a cache until it is started anew: no daemon answers" in caplog.text
+        caplog.clear()
+        with pytest.raises(ConfigError, match="no daemon answers"):
+            open_for([ABSENT], namespace, "e", 1, apart=apart)
+    with pytest.raises(ConfigError, match="did you mean 'timeout'"):
+        open_or_absent(["unix:/nowhere/kv.sock?timout=1s"], namespace, "e", 1, apart=False)
+
+
+def test_without_a_cache_both_halves_do_nothing():
+    seat = take_seat("absent", "SCHEDULER", lambda: None, b"digest")
+    assert take_seat("absent", "WORKER", lambda: None, b"another") is seat
+    with pytest.raises(MisuseError, match="runs without a cache"):
+        _ = seat.cache
+    side = AbsentSide()
+    assert side.match(None, 0) == (0, False)
+    assert side.step(None) == StepPlans()
+    assert side.arrived(idle=True) == (set(), {})
+    assert (side.report(), side.busy) == (None, False)
+    for nothing in (side.ended, side.finish, side.bind, side.before, side.load, side.save):
+        nothing(None)
+    side.allocated(None, None, 0)
+    side.close()
+    for role in ("SCHEDULER", "WORKER"):
+        seat.leave(role)
 
 
 def test_kv_of_another_shape_is_refused_before_there_is_a_daemon():

@@ -72,6 +72,30 @@ def test_heads_that_do_not_go_into_the_ranks_are_refused(client):
         joined(client, (Component(1, 2, 8),), shards=5)
 
 
+def test_ranks_that_would_share_nothing_are_refused_with_both_numbers(daemon, client):
+    heads = (Component(1, 2, 8),)
+    assert joined(client, heads)
+    other = daemon.client(2)
+    caches = daemon.depot._caches
+    with pytest.raises(ConfigError, match=r"in 1 shards and 1 stages; .* with 2 shards and 1 stag"):
+        joined(other, heads, shards=2)
+    assert daemon.depot._caches == caches
+    assert joined(other, heads)
+
+
+def test_ranks_of_which_all_hold_the_same_share_it(daemon, client):
+    latent = (Component(1, 1, 8, planes=1, replicated=True),)
+    assert joined(client, latent)
+    assert joined(daemon.client(2), latent, shards=2)
+
+
+def test_without_that_check_they_are_not(daemon, client, monkeypatch):
+    monkeypatch.setattr(calls.Calls, "_check_ranks", lambda *_: None)
+    heads = (Component(1, 2, 8),)
+    assert joined(client, heads)
+    assert joined(daemon.client(2), heads, shards=2)
+
+
 def test_more_namespaces_than_can_be_told_apart_are_refused(daemon, client, monkeypatch):
     monkeypatch.setattr(daemon.depot.catalog, "owner", lambda *_: 0)
     caches = daemon.depot._caches

@@ -10,7 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kvtier.connectors.vllm_checks import SUPPORTED, apart, check_version, checked_tiers
+from kvtier.connectors.vllm_checks import (
+    SUPPORTED,
+    apart,
+    check_alone,
+    check_version,
+    checked_tiers,
+)
 from kvtier.connectors.vllm_identity import Identities, namespace_for
 from kvtier.errors import ConfigError
 
@@ -92,12 +98,34 @@ def kv(*groups: SimpleNamespace) -> SimpleNamespace:
         ({"kv_connector_extra_config": {}}, "needs its tiers.*dram:8GiB"),
         ({"kv_connector_extra_config": {"tiers": "dram:1MiB"}}, "needs its tiers"),
         ({"kv_connector_extra_config": {"tiers": [1]}}, "needs its tiers"),
+        (
+            {"kv_connector_extra_config": {"tiers": ["unix:/run/a"], "optional": "yes"}},
+            "optional is 'yes'; it is true or false",
+        ),
+        (
+            {"kv_connector_extra_config": {"tiers": ["dram:1MiB"], "optional": True}},
+            "'dram:1MiB', not unix:PATH",
+        ),
     ],
 )
 def test_a_setting_that_cannot_work_is_refused_with_the_remedy(more, said):
     assert checked_tiers(setting()) == ["dram:1MiB"]
     with pytest.raises(ConfigError, match=said):
         checked_tiers(setting(**more))
+
+
+def test_another_connector_beside_it_is_refused_with_both_names():
+    def named(name: str, **more) -> SimpleNamespace:
+        transfer = SimpleNamespace(kv_connector=name, **more)
+        return SimpleNamespace(kv_transfer_config=transfer)
+
+    ours = named("KvtierConnector")
+    for current in (None, ours, named("KvtierConnector"), SimpleNamespace(kv_transfer_config=None)):
+        check_alone(ours, current)
+    inside = {"connectors": [{"kv_connector": "KvtierConnector"}, {"kv_connector": "Other"}]}
+    both = named("MultiConnector", kv_connector_extra_config=inside)
+    with pytest.raises(ConfigError, match="'MultiConnector', with KvtierConnector, Other in it"):
+        check_alone(ours, both)
 
 
 @pytest.mark.parametrize(
