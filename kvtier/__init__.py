@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvtier.catalog.owners import Quota
     from kvtier.config import Config, TierConfig
     from kvtier.daemon.worker import Worker
+    from kvtier.desk import Health
     from kvtier.retention import Retention
     from kvtier.upkeep import Removed
 
@@ -36,6 +37,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "Geometry",
+    "Health",
     "KvtierError",
     "Match",
     "MisuseError",
@@ -58,6 +60,7 @@ __version__ = "0.1.0"
 _LATER: Final = {
     "Cache": "kvtier.cache:Cache",
     "Config": "kvtier.config:Config",
+    "Health": "kvtier.desk:Health",
     "Match": "kvtier.cache:Match",
     "Quota": "kvtier.catalog.owners:Quota",
     "Removed": "kvtier.upkeep:Removed",

@@ -26,6 +26,7 @@ from kvtier.units import format_bytes, format_least
 __all__ = ["Depot"]
 
 _CLOSE_SECONDS: Final = 30.0
+_SAID: Final = 500  # characters of a cause
 
 
 class Depot:
@@ -94,6 +95,11 @@ class Depot:
     def _silent(self) -> int:
         """Return the bits of the tiers that would not be asked now."""
         return sum(1 << number for number, tier in self.tiers.items() if tier.silent)
+
+    def troubles(self) -> dict[str, str]:
+        """Return the tiers that are left alone at the moment, with the reason."""
+        found = {tier.name: tier.trouble for tier in self.tiers.values()}
+        return {name: why[:_SAID] for name, why in found.items() if why}
 
     def join(self, namespace: Namespace, shape: Shape) -> int:
         """Let one more cache use it; return the number of its namespace.

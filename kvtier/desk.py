@@ -22,7 +22,7 @@ from kvtier.prefix import Prefix
 from kvtier.retention import Term
 from kvtier.seams import Future
 
-__all__ = ["Desk", "Issued", "Match", "Reserved"]
+__all__ = ["Desk", "Health", "Issued", "Match", "Reserved"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,21 @@ class Match:
     def chunks(self) -> int:
         """Chunks that cover the usable tokens."""
         return len(self.tiers)
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """How a cache is. troubles: what of it is not served, and why, by the name of the tier.
+
+    ``daemon`` stands there for all of it, while a daemon does not answer.
+    """
+
+    troubles: Mapping[str, str]
+
+    @property
+    def status(self) -> str:
+        """``ok``, or ``degraded``: the engine goes on, with what is left."""
+        return "degraded" if self.troubles else "ok"
 
 
 Issued = Lease | list[tuple[Part, Slot]]
@@ -153,6 +168,10 @@ class Desk(Protocol):
 
     def figures(self) -> dict[str, float]:
         """See ``Cache.figures``."""
+        ...
+
+    def health(self) -> Health:
+        """See ``Cache.health``."""
         ...
 
     def unpin(self) -> None:

@@ -1,4 +1,8 @@
-"""What an operator is told: one line a cause, at most once in ten seconds."""
+"""What an operator is told: one line a cause, at most once in ten seconds.
+
+What a thread had to say is kept, too, whether it was logged or not: a Tier asks for it when a call
+of its Store has failed.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,25 @@ from typing import Final
 
 from kvtier.clock import Clock
 
-__all__ = ["Causes", "Reporter"]
+__all__ = ["Causes", "Reporter", "note", "noted"]
 
 _QUIET_SECONDS: Final = 10.0
 _MAX_CAUSES: Final = 256
 _COUNTED_CAUSES: Final = 64
 _log = logging.getLogger("kvtier")
+_noted = threading.local()
+
+
+def note(cause: str) -> None:
+    """Keep what this thread has to say."""
+    _noted.text = cause
+
+
+def noted() -> str:
+    """Return what this thread had to say last, once; nothing if that was nothing."""
+    text: str = getattr(_noted, "text", "")
+    _noted.text = ""
+    return text
 
 
 class Causes:
@@ -46,6 +63,7 @@ class Reporter:
     def warn(self, subject: str, cause: str) -> None:
         """Log ``subject: cause`` unless that was done a moment ago. Never raises or blocks."""
         key, now = f"{subject}: {cause}", self._clock()
+        note(key)
         when, kept = self._last.get(key, (-_QUIET_SECONDS, 0))
         if now - when < _QUIET_SECONDS:
             self._last[key] = (when, kept + 1)

@@ -11,7 +11,7 @@ from kvtier.catalog.explain import ChunkPlace, End, Explanation, PartPlace, find
 from kvtier.catalog.lease import Lease
 from kvtier.catalog.sweep import Removed
 from kvtier.depot import Depot
-from kvtier.desk import Issued, Match, Reserved
+from kvtier.desk import Health, Issued, Match, Reserved
 from kvtier.flow import Saved
 from kvtier.identity.geometry import Geometry
 from kvtier.identity.namespace import Namespace
@@ -212,6 +212,10 @@ class LocalDesk:
         for tier in self.depot.tiers.values():
             tier.figures()
         return self.metrics.snapshot()
+
+    def health(self) -> Health:
+        """See Desk."""
+        return Health(self.depot.troubles())
 
     @property
     def bypass(self) -> bool:

@@ -14,7 +14,7 @@ from typing import Final, Self
 from kvtier.catalog.explain import Explanation
 from kvtier.catalog.sweep import Removed
 from kvtier.checks import check_first, check_kind, check_seconds, check_wait
-from kvtier.desk import Desk
+from kvtier.desk import Desk, Health
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.keys import TokenIds
 from kvtier.identity.namespace import Namespace, Request
@@ -125,6 +125,15 @@ class Upkeep:
         """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""
         self._check_process()
         return self._desk.figures()
+
+    def health(self) -> Health:
+        """Say which tiers are not served at the moment, and why. Memory only.
+
+        A tier that fails is left alone until a call works again. Whatever this says, calls go on:
+        what such a tier has is a miss.
+        """
+        self._check()
+        return self._desk.health()
 
     @property
     def bypass(self) -> bool:

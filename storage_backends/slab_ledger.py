@@ -18,6 +18,7 @@ from typing import Final
 
 from kvtier.clock import Clock
 from kvtier.errors import Unavailable
+from kvtier.events import note
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import NO_ROOM, Segment
 from kvtier.storage_backends.slab_files import SegmentFiles
@@ -43,11 +44,12 @@ class Log:
 
     def warn(self, what: str, error: Exception) -> None:
         """Say what went wrong and why, unless something was said just now."""
-        now = self._clock()
+        now, text = self._clock(), f"{self._path}: {what}: {error}"
+        note(text)
         if now - self._last >= _LOG_SECONDS:
             self._last = now
             # As text: whoever keeps the record would keep the buffers of the error's traceback.
-            _logger.warning("%s: %s: %s", self._path, what, str(error))
+            _logger.warning("%s", text)
 
 
 @dataclass(slots=True, eq=False)

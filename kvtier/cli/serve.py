@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.daemon.principals import Principal
-    from kvtier.daemon.settings import Started
+    from kvtier.daemon.settings import Ails, Started
     from kvtier.daemon.supervisor import Supervisor
 
 __all__ = ["serve"]
@@ -106,7 +106,7 @@ def _run(found: Sequence[Principal], tell: _Teller) -> int:
         for number in _SIGNALS:
             undo.callback(signal.signal, number, signal.signal(number, end))
         for one in found:  # all of them, before a thread runs: a place is taken as its user
-            running.append(Supervisor(one.settings, one.path, tell=_restarts(one, tell)))
+            running.append(Supervisor(one.settings, one.path, tell=_news(one, tell)))
             undo.callback(running[-1].close)
         for one, supervisor in zip(found, running, strict=True):
             started = supervisor.start(ended=lambda: os.eventfd_write(bell, 1))
@@ -119,13 +119,30 @@ def _run(found: Sequence[Principal], tell: _Teller) -> int:
     return 1 if any(supervisor.failed for supervisor in running) else 0
 
 
-def _restarts(one: Principal, tell: _Teller) -> Callable[[Started], None]:
-    """Return what says that a server was started again."""
+def _news(one: Principal, tell: _Teller) -> Callable[[Started | Ails], None]:
+    """Return what says that a server was started again, or is in trouble, or well again."""
+    from kvtier.daemon.settings import Started
 
-    def say(started: Started) -> None:
-        if started.generation > 1:
-            said = {"socket": str(one.path), "server": started.server}
-            tell("restarted", **said, generation=started.generation)
+    known: dict[str, str] = {}
+
+    def say(news: Started | Ails) -> None:
+        said = {"socket": str(one.path)}
+        if isinstance(news, Started):
+            if news.generation > 1:
+                known.clear()
+                tell("restarted", **said, server=news.server, generation=news.generation)
+                _notify("STATUS=")
+            return
+        for tier, why in news.troubles.items():
+            if tier not in known:
+                tell("degraded", **said, tier=tier, why=why)
+                _notify(f"STATUS=degraded: {one.path}: {tier}: {why}".replace("\n", " "))
+        for tier in known:
+            if tier not in news.troubles:
+                tell("well", **said, tier=tier)
+                _notify("STATUS=")
+        known.clear()
+        known.update(news.troubles)
 
     return say
 

@@ -13,6 +13,7 @@ __all__ = [
     "Count",
     "Explained",
     "Failed",
+    "Healthy",
     "Joined",
     "Leased",
     "Matched",
@@ -168,3 +169,11 @@ class Closing(Message):
     """The daemon ends, in order. No answer."""
 
     KIND = 78
+
+
+class Healthy(Message):
+    """Answer to Health. troubles: of each tier that is not served, why."""
+
+    KIND = 79
+    MOST = 1 << 20
+    troubles: dict[Short, str]

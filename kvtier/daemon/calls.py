@@ -81,6 +81,7 @@ class Calls:
             messages.Figures: self._figures,
             messages.Bypass: self._bypass,
             messages.Unpin: self._unpin,
+            messages.Health: self._health,
         }
 
     def take(self, session: Session, message: Message, reply: Reply) -> None:
@@ -326,6 +327,10 @@ class Calls:
     def _figures(self, session: Session, message: messages.Figures, reply: Reply) -> None:
         del session, message
         reply(answers.Answer(self.figures()))
+
+    def _health(self, session: Session, message: messages.Health, reply: Reply) -> None:
+        del session, message
+        reply(answers.Healthy(self._depot.troubles()))
 
     def _bypass(self, session: Session, message: messages.Bypass, reply: Reply) -> None:
         desk = self._desk(session, message.desk)

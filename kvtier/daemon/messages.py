@@ -342,3 +342,9 @@ class Unpin(Message):
 
     KIND = 37
     desk: Number
+
+
+class Health(Message):
+    """See Desk.health. Answered by Healthy."""
+
+    KIND = 38

@@ -19,6 +19,7 @@ from kvtier.daemon.remote import RemoteMetrics
 from kvtier.daemon.up import Ask, Up
 from kvtier.daemon.waits import Request
 from kvtier.daemon.wire import failure
+from kvtier.desk import Health
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.shape import Shape
@@ -130,6 +131,13 @@ class Orders:
     def figures(self) -> dict[str, float]:
         """See Desk."""
         return self.metrics.snapshot()
+
+    def health(self) -> Health:
+        """See Desk."""
+        found = self._ask(messages.Health(), Ask(within=_OPERATOR_SECONDS))
+        if found is not None and isinstance(found[1], answers.Healthy):
+            return Health(found[1].troubles)
+        return Health({"daemon": f"it does not answer at {self.link.path}"})
 
     def _figures(self) -> dict[str, float] | None:
         found = self._ask(messages.Figures(), Ask(within=_OPERATOR_SECONDS))

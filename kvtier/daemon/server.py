@@ -14,17 +14,19 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
 from kvtier.clock import monotonic
 from kvtier.daemon.grants import Grants
+from kvtier.daemon.health import Watch
 from kvtier.daemon.limits import descriptors
 from kvtier.daemon.loop import Server
 from kvtier.daemon.pulse import Pulse
 from kvtier.daemon.sessions import Sessions
-from kvtier.daemon.settings import Settings, Started
+from kvtier.daemon.settings import Ails, Settings, Started
 from kvtier.depot import Depot
 from kvtier.errors import KvtierError
 from kvtier.memory.arena import Arena
@@ -61,7 +63,9 @@ def main() -> int:
             depot = pulse.through(functools.partial(_depot, wanted, arena))
             pulse.flow = depot.flow
             table = Grants(grants, depot.arena.id)
-            sessions = Sessions(depot, table, monotonic, share=wanted.share, beat=pulse.beat)
+            health = Watch(depot.troubles, functools.partial(_tell, told))
+            turns = (pulse.beat, health.turn)
+            sessions = Sessions(depot, table, monotonic, share=wanted.share, turns=turns)
             server = Server(door, sessions, sessions.welcome, arena, wanted.uid, monotonic)
         except (KvtierError, OSError, MemoryError) as error:
             told.send(msgspec.json.encode(Started(wrong=_wrong(error))))
@@ -90,6 +94,15 @@ def _depot(settings: Settings, arena: int) -> Depot:
     """Open the tiers. Blocks."""
     memory = Arena(0, fd=os.dup(arena))
     return Depot.open(settings.config(), monotonic, ThreadFlow(), memory)
+
+
+def _tell(link: socket.socket, troubles: Mapping[str, str]) -> bool:
+    """Tell the supervisor what is not served; False while it does not listen."""
+    try:
+        link.send(msgspec.json.encode(Ails(dict(troubles))), socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    return True
 
 
 def _wrong(error: Exception) -> str:

@@ -13,7 +13,7 @@ import hashlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from kvtier.clock import Clock
@@ -46,7 +46,7 @@ class Sessions:
 
     depot: opened for this; it is closed with this, and so are the grants. share: of the arena that
     one session may hold by leases and plans, less pins, which have a limit of their own.
-    again: finds the process of a number and a start time. beat: called by every ``tick``.
+    again: finds the process of a number and a start time. turns: called by every ``tick``.
     """
 
     def __init__(
@@ -57,9 +57,9 @@ class Sessions:
         *,
         share: float = 0.5,
         again: Callable[[int, int], Process] = Process.again,
-        beat: Callable[[], object] = tuple,
+        turns: Sequence[Callable[[], object]] = (),
     ) -> None:
-        self._beat = beat
+        self._turns = turns
         self._depot = depot
         self._grants = grants
         self._lock = threading.RLock()
@@ -230,7 +230,8 @@ class Sessions:
 
     def tick(self) -> None:
         """Forget leases whose deadline has passed. Called a few times a second."""
-        self._beat()
+        for turn in self._turns:
+            turn()
         with self._lock:
             for session in self._all.values():
                 self._holds.look_at(session)

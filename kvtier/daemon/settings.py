@@ -10,7 +10,7 @@ from kvtier.catalog.owners import Quota
 from kvtier.config import Config
 from kvtier.errors import ConfigError
 
-__all__ = ["Settings", "Started"]
+__all__ = ["Ails", "Settings", "Started"]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +43,13 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return msgspec.json.decode(data, type=cls)
 
 
-class Started(msgspec.Struct, frozen=True):
+class Ails(msgspec.Struct, frozen=True, tag=True):
+    """What a server does not serve, and why, by tier; nothing when all is well again."""
+
+    troubles: dict[str, str]
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
     """A server serves, or cannot: wrong says why. tiers: their names, DRAM first."""
 
     generation: int = 0

@@ -31,7 +31,7 @@ from kvtier.clock import Clock, monotonic
 from kvtier.daemon.grants import make_grants
 from kvtier.daemon.place import Place
 from kvtier.daemon.pulse import BEAT, BEAT_SECONDS, Silence
-from kvtier.daemon.settings import Settings, Started
+from kvtier.daemon.settings import Ails, Settings, Started
 from kvtier.errors import ConfigError
 from kvtier.memory.sealed import PAGE_BYTES, sealed_memory
 from kvtier.seams import Future, IoPool
@@ -47,13 +47,14 @@ _HUNG: Final = "the server hangs, or was stopped; it is killed"
 _LATE: Final = "the server does not end in time; it is killed"
 _log = logging.getLogger("kvtier")
 
-Tell = Callable[[Started], None]
+Tell = Callable[[Started | Ails], None]
 
 
 class Supervisor:
     """One principal's daemon: takes path and memory when it is made. See ``start``.
 
-    tell: called by the supervising thread whenever a server has started.
+    tell: called by the supervising thread whenever a server has started, does not serve all of its
+    tiers, or serves them again; with ``server`` among them when it is none that starts.
     program: what runs a server, after the Python that it runs in.
     Raises ConfigError for a path that another daemon has, and for more memory than there is.
     """
@@ -165,6 +166,8 @@ class Supervisor:
                 failed = 0 if self._clock() - started > _LIVED else failed + 1
                 delay = _DELAYS[min(failed, len(_DELAYS) - 1)]
                 _log.warning("%s: %s; it starts again", self.path, why)
+                if self._tell is not None:
+                    self._tell(Ails({"server": why}))
                 self._rest(delay)
         except Exception:
             _log.exception("%s: the supervisor fails, and its server ends with it", self.path)
@@ -254,14 +257,14 @@ class Supervisor:
                 return _LATE
 
     def _heard(self, said: bytes) -> str:
-        """Take what the server says: that it serves, or why it cannot."""
-        started = msgspec.json.decode(said, type=Started)
-        if started.wrong:
-            return started.wrong
-        if not self._first.done():
-            self._first.set_result(started)
+        """Take what the server says: that it serves, and what not, or why it cannot."""
+        told = msgspec.json.decode(said, type=Started | Ails)
+        if isinstance(told, Started) and told.wrong:
+            return told.wrong
+        if isinstance(told, Started) and not self._first.done():
+            self._first.set_result(told)
         if self._tell is not None:
-            self._tell(started)
+            self._tell(told)
         return ""
 
     # ---- what is open

@@ -71,6 +71,7 @@ SAMPLES: Final[tuple[Message, ...]] = (
     messages.Figures(),
     messages.Bypass(7, None),
     messages.Unpin(7),
+    messages.Health(),
     answers.Welcome(3, 4, 1 << 30, ("dram", "lmdb")),
     answers.Joined(7, 1),
     answers.Matched(512, b"\x00\x01", 2, unknown=True),
@@ -86,5 +87,6 @@ SAMPLES: Final[tuple[Message, ...]] = (
     answers.Ready(),
     answers.Failed("MisuseError", "no such desk"),
     answers.Closing(),
+    answers.Healthy({"lmdb": "every call hangs"}),
 )
 """One of each kind."""

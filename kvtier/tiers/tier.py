@@ -14,10 +14,11 @@ from typing import Final, NamedTuple, TypeVar
 
 from kvtier.clock import Clock
 from kvtier.errors import Unavailable
-from kvtier.events import Reporter
+from kvtier.events import Reporter, noted
 from kvtier.identity.record import CODEC_RAW, Header, RecordId, checksum
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow, IoPool
+from kvtier.tiers.ailments import IN_A_ROW, Ailments
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.pack import longest_order
@@ -32,6 +33,7 @@ T = TypeVar("T")
 HUNG_SECONDS: Final = 30.0
 """A call that runs longer counts as hung."""
 
+_HANGS: Final = f"every call hangs for more than {HUNG_SECONDS:.0f} s"
 _CLOSE_SECONDS: Final = 5.0
 _SETTLE_SECONDS: Final = 1.0  # after which a Store that gathers changes is called once more
 
@@ -87,6 +89,7 @@ class Tier:
         self._faults: dict[str, int] = {}  # of the Store's, what is in the metrics already
         self._changed: float | None = None  # since when the Store may have what is not committed
         self._settling: asyncio.Task[None] | None = None
+        self._ailments = Ailments()
 
     @property
     def available(self) -> bool:
@@ -97,6 +100,13 @@ class Tier:
     def silent(self) -> bool:
         """Say whether it would not be asked at the moment."""
         return self._breaker.rests or self._hung()
+
+    @property
+    def trouble(self) -> str:
+        """Return what of it does not work at the moment, and why; nothing while all does."""
+        if self._hung():
+            return _HANGS
+        return self._ailments.trouble(IN_A_ROW if self._breaker.closed else 1)
 
     def footprint(self, nbytes: int) -> int:
         """Return the bytes of the budget that a record takes; its payload if the Store fails."""
@@ -113,7 +123,7 @@ class Tier:
     async def read(self, wanted: Sequence[Wanted]) -> list[Fetched]:
         """Fill the buffers with verified bytes. A buffer is the call's until this returns."""
         failed = [Fetched(Status.FAILED)] * len(wanted)
-        out = await self._call(self._read, list(wanted), failed)
+        out = await self._call("read", self._read, list(wanted), failed)
         for one, record in zip(out, wanted, strict=True):
             if one.status is Status.OK:
                 self._metrics.add("fetched_bytes", record.raw_bytes, tier=self.name)
@@ -131,7 +141,7 @@ class Tier:
         """
         failed = [Status.FAILED] * len(records)
         sent = sum(self.footprint(record.header.stored_bytes) for record in records)
-        out = await self._call(self._verbs.write_many, list(records), failed, sent)
+        out = await self._call("write", self._verbs.write_many, list(records), failed, sent)
         written = sum(
             record.header.stored_bytes
             for status, record in zip(out, records, strict=True)
@@ -143,7 +153,9 @@ class Tier:
 
     async def delete(self, ids: Sequence[RecordId]) -> list[Status]:
         """Delete records, and with one that lies in a pack all of that pack."""
-        out = await self._call(self._verbs.delete_many, list(ids), [Status.FAILED] * len(ids))
+        out = await self._call(
+            "delete", self._verbs.delete_many, list(ids), [Status.FAILED] * len(ids)
+        )
         self._note_change()
         return out
 
@@ -151,11 +163,14 @@ class Tier:
         """Let records go: they are deleted, a pack when all its records were let go."""
         if self._packer is None:
             return await self.delete(ids)
-        return await self._call(self._packer.evict_many, list(ids), [Status.FAILED] * len(ids))
+        return await self._call(
+            "delete", self._packer.evict_many, list(ids), [Status.FAILED] * len(ids)
+        )
 
     async def contains(self, ids: Sequence[RecordId]) -> list[Status]:
         """Say which records are there; a hint, since a shared tier changes by itself."""
-        return await self._call(self.store.contains_many, list(ids), [Status.FAILED] * len(ids))
+        failed = [Status.FAILED] * len(ids)
+        return await self._call("look up", self.store.contains_many, list(ids), failed)
 
     # ---- packs
 
@@ -206,7 +221,7 @@ class Tier:
             self.store.delete_many([])
             return [Status.OK]
 
-        if await self._call(nothing, [None], [Status.FAILED]) != [Status.OK]:
+        if await self._call("commit", nothing, [None], [Status.FAILED]) != [Status.OK]:
             self._note_change()
 
     def _note_change(self) -> None:
@@ -226,7 +241,7 @@ class Tier:
 
         failed: list[list[Header] | None] = [None]
         while full:
-            (lot,) = await self._call(some, [records], failed)
+            (lot,) = await self._call("list", some, [records], failed)
             full = lot is not None and len(lot) == most
             yield lot
 
@@ -250,30 +265,41 @@ class Tier:
         closer.close(1.0)
 
     async def _call(
-        self, call: Callable[[list[A]], list[T]], items: list[A], failed: list[T], sent: int = 0
+        self,
+        verb: str,
+        call: Callable[[list[A]], list[T]],
+        items: list[A],
+        failed: list[T],
+        sent: int = 0,
     ) -> list[T]:
         """Run a batch in the pool; answer `failed` when the breaker is open or the call raises.
 
-        sent: bytes of the write budget that it takes.
+        verb: what is done, as people are told it. sent: bytes of the write budget that it takes.
         Cancelling this does not stop the call, and it is counted until it ends.
         """
         if not items:
             return []
         if self._hung():
             self._metrics.add("tier_errors", tier=self.name)
-            self._report.warn(self.name, f"every call hangs for more than {HUNG_SECONDS:.0f} s")
+            self._report.warn(self.name, _HANGS)
             return failed
         if not self._breaker.allow():
             return failed
         self.writes.spend(sent)
         self._calls += 1
         serial = self._calls
+        why: list[str] = []
 
         def begun(items: list[A]) -> list[T]:
             self._running[serial] = self._clock()  # now: it may have waited for a thread
-            return _guarded(call, items)
+            noted()  # of a call before
+            out = _guarded(call, items)
+            if all(map(_failed, out)):
+                why[:] = [noted() or f"it fails all {len(out)} records of a call"]
+            return out
 
-        task = asyncio.create_task(self._run(begun, items, failed), name=f"{self.name}-{serial}")
+        running = self._run(verb, begun, items, failed, why)
+        task = asyncio.create_task(running, name=f"{self.name}-{serial}")
         self._tasks[serial] = task
 
         def ended(_: object) -> None:
@@ -284,7 +310,12 @@ class Tier:
         return await asyncio.shield(task)
 
     async def _run(
-        self, call: Callable[[list[A]], list[T]], items: list[A], failed: list[T]
+        self,
+        verb: str,
+        call: Callable[[list[A]], list[T]],
+        items: list[A],
+        failed: list[T],
+        why: Sequence[str],
     ) -> list[T]:
         try:
             out = await self._flow.io(self._pool, call, items)
@@ -293,11 +324,16 @@ class Tier:
             self._count_faults()
             self._metrics.add("tier_errors", tier=self.name)
             self._report.warn(self.name, str(error))
+            self._ailments.fails(verb, str(error))
             self._breaker.report(ok=False)
             return failed
         bad = sum(_failed(one) for one in out)
         if bad:
             self._metrics.add("tier_errors", bad, tier=self.name)
+        if why:
+            self._ailments.fails(verb, why[0])
+        elif any(one is not Status.FULL for one in out):  # that says nothing of the medium
+            self._ailments.works(verb)
         self._breaker.report(ok=bad < len(out))
         return out
 

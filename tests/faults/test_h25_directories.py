@@ -145,3 +145,22 @@ def test_a_disk_that_fails_later_is_told_counted_and_heals(
     toy.save("healed too", prompt(TOKENS, 51))
     toy.cache.clear("dram")
     assert toy.load("from the disk", prompt(TOKENS + 1, 51))[::2] == (TOKENS, True)
+
+
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO], ids=errno.errorcode.get)
+def test_a_tier_that_fails_makes_the_cache_degraded_until_it_is_well(engines, folder, code):
+    io, clock = Failing("pwrite"), Clock()
+    toy = engines(LmdbSlabStore(folder, 64 << 20, durability="each", io=io), clock=clock, chunks=48)
+    assert (toy.cache.health().status, toy.cache.health().troubles) == ("ok", {})
+    io.code = code
+    for seed in range(8):
+        toy.save(f"save-{seed}", prompt(TOKENS, seed))
+    health = toy.cache.health()
+    assert health.status == "degraded"
+    [(_, why)] = health.troubles.items()
+    assert str(folder) in why
+    assert os.strerror(code) in why
+    io.code = 0
+    clock.now += 30.0
+    toy.save("healed", prompt(TOKENS, 50))
+    assert toy.cache.health().status == "ok"

@@ -1,0 +1,124 @@
+"""A daemon whose disk fails goes on without it, says so to all who ask, and when it is well."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+import kvtier
+from kvtier.cli import serve
+from kvtier.daemon.health import Watch
+from kvtier.daemon.principals import of_urls
+from kvtier.daemon.settings import Ails, Settings, Started
+from kvtier.daemon.supervisor import Supervisor
+from kvtier.testing.daemonloop import soon
+from kvtier.testing.toy import CHUNK, NAMESPACE, Toy, dram, prompt
+
+FAILS = """
+import os, sys
+import kvtier.tiers.breaker as breaker
+from kvtier.daemon import server
+from kvtier.storage_backends.slab import FileIO
+
+breaker.REST_SECONDS = 0.1
+write = FileIO.pwrite
+
+def pwrite(self, *rest):
+    if os.path.exists({flag!r}):
+        raise OSError(5, "Input/output error")
+    return write(self, *rest)
+
+FileIO.pwrite = pwrite
+server.main()
+"""
+
+
+def test_a_disk_that_fails_is_said_to_clients_and_operator_and_so_is_its_return(tmp_path):
+    flag, heard = tmp_path / "fails", []
+
+    class Failing(Supervisor):
+        program = ("-c", FAILS.format(flag=str(flag)))
+
+    tiers = (dram(64), f"lmdb:{tmp_path}/kv?capacity=64MiB&durability=each")
+    one = Failing(Settings(tiers, os.geteuid()), tmp_path / "s", tell=heard.append)
+    with contextlib.closing(one):
+        one.start(60)
+        url = f"unix:{one.path}?patience=5s&timeout=60s"
+        with contextlib.closing(Toy(kvtier.open(url, namespace=NAMESPACE))) as toy:
+            assert toy.cache.health().status == "ok"
+            flag.touch()
+            seeds = iter(range(100))
+
+            def saved() -> kvtier.Health:
+                seed = next(seeds)
+                toy.save(f"save-{seed}", prompt(CHUNK, seed))
+                return toy.cache.health()
+
+            soon(lambda: saved().status == "degraded", 60)
+            why = toy.cache.health().troubles["lmdb"]
+            assert why.startswith(f"write: {tmp_path}/kv: a write failed: ")
+            assert "Input/output error" in why
+            soon(lambda: Ails({"lmdb": why}) in heard)
+            flag.unlink()
+            soon(lambda: saved().status == "ok", 60)
+            soon(lambda: heard[-1] == Ails({}))
+            one.close()
+            assert toy.cache.health().troubles == {"daemon": f"it does not answer at {one.path}"}
+
+
+def test_a_server_that_cannot_start_again_is_said_with_the_reason(tmp_path):
+    heard, folder = [], tmp_path / "kv"
+    urls = (dram(64), f"lmdb:{folder}?capacity=64MiB")
+    one = Supervisor(Settings(urls, os.geteuid()), tmp_path / "s", tell=heard.append)
+    with contextlib.closing(one):
+        one.start(60)
+        folder.rename(tmp_path / "away")
+        folder.write_text("in its place")
+        os.kill(one.server, signal.SIGKILL)
+        soon(lambda: [each for each in heard if isinstance(each, Ails) and "kv" in str(each)], 60)
+        folder.unlink()
+        soon(lambda: isinstance(heard[-1], Started), 60)
+    assert heard[-1].generation > 1
+
+
+# ---- what is said of it
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_change_is_told_once_and_again_to_who_did_not_listen(listens, caplog):
+    troubles, told = {}, []
+    watch = Watch(lambda: dict(troubles), lambda found: told.append(found) or listens)
+    watch.turn()
+    assert told == []
+    troubles["s3"] = "no route to host"
+    for _ in range(3):
+        watch.turn()
+    assert told == [{"s3": "no route to host"}] * (1 if listens else 3)
+    assert caplog.text.count("degraded: s3 is left alone: no route to host") == listens
+
+
+def test_serve_says_each_trouble_once_and_what_is_well(capsys, tmp_path):
+    one = of_urls(["dram:8MiB"], tmp_path / "s")
+    say = serve._news(one, serve._Teller(as_json=False))
+    for news in (
+        Started(1, 7, ("dram",)),
+        Ails({"lmdb": "it hangs"}),
+        Ails({"lmdb": "it hangs", "s3": "no route"}),
+        Ails({"s3": "no route"}),
+        Ails({"server": "the server was ended by signal 9"}),
+        Ails({"server": "the server was ended by signal 9"}),
+        Started(2, 8, ("dram",)),
+    ):
+        say(news)
+    where = f"socket {tmp_path}/s, "
+    assert capsys.readouterr().out.splitlines() == [
+        f"degraded: {where}tier lmdb, why it hangs",
+        f"degraded: {where}tier s3, why no route",
+        f"well: {where}tier lmdb",
+        f"degraded: {where}tier server, why the server was ended by signal 9",
+        f"well: {where}tier s3",
+        f"restarted: {where}server 8, generation 2",
+    ]
