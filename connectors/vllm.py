@@ -40,10 +40,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.logger import init_logger  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
 __all__ = ["KvtierConnector"]
 
+_log = init_logger("vllm.kvtier")  # what vLLM shows, from its own name on
 _PURGE_SECONDS: Final = 60.0
 
 
@@ -79,6 +81,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._side = AbsentSide()
                 return
         if role == KVConnectorRole.SCHEDULER:
+            digest, chunk = namespace.digest.hex()[:16], namespace.geometry.chunk_tokens
+            _log.info("kvtier serves namespace %s in chunks of %d tokens", digest, chunk)
             self._side = SchedulerSide(self._seat.cache)
             return
         if alone:
