@@ -16,12 +16,14 @@ from kvtier.bench.filesystem import disk_directory
 from kvtier.bench.settings import Settings
 from kvtier.config import load_store, parse_tier, store_types
 from kvtier.errors import ConfigError
-from kvtier.testing.proxy import DelayProxy
+from kvtier.testing.proxy import CHAOS, DelayProxy
 from kvtier.testing.seaweed import SeaweedServer
 
 __all__ = ["Place"]
 
 _BUCKET: Final = "kvtier-bench"
+_IMPATIENT: Final = "&connect_timeout=1s&read_timeout=1s"
+_STRANGER: Final = b"what another program keeps under that name " * 4096
 _ALL: Final = "admission=through&write_budget=unlimited"  # whatever the runs before have written
 _FOREIGN: Final = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_REGION")
 _FILES: Final = ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE")
@@ -38,6 +40,7 @@ class Place:
         self._settings = settings
         self._stack = contextlib.ExitStack()
         self._server: SeaweedServer | None = None
+        self._proxy: DelayProxy | None = None
         self._url = ""
         self.directory = Path()
 
@@ -82,8 +85,25 @@ class Place:
         return [urls[name] for name in names]
 
     def s3_bytes(self) -> int | None:
-        """Return the body bytes that the S3 server counted; None for one that is not ours."""
-        return None if self._server is None else self._server.traffic().bytes_sent
+        """Return the body bytes that the S3 server counted; None where they mean nothing.
+
+        That is for a server that is not ours, and for answers that were spoilt on the way.
+        """
+        if self._server is None or self._settings.chaos is not None:
+            return None
+        return self._server.traffic().bytes_sent
+
+    def spoil(self, *, bad: bool) -> None:
+        """Begin or end the bad weather between the bucket and whoever uses it, if it is to be."""
+        if self._proxy is not None and self._settings.chaos is not None:
+            self._proxy.storm(CHAOS if bad else {}, self._settings.seed, other=_STRANGER)
+
+    def spoilt(self) -> dict[str, int]:
+        """Return how many requests met which fault."""
+        if self._proxy is None:
+            return {}
+        met = sorted(self._proxy.broken.items(), key=lambda item: item[0].value)
+        return {fault.value: count for fault, count in met}
 
     def _temporary(self, stack: contextlib.ExitStack) -> Path:
         parent = self._settings.directory or disk_directory()
@@ -107,8 +127,11 @@ class Place:
         server = stack.enter_context(SeaweedServer())
         self._server = server
         endpoint = server.endpoint
-        if settings.s3_delay:
-            endpoint = stack.enter_context(DelayProxy(server.port, settings.s3_delay)).endpoint
+        if settings.s3_delay or settings.chaos is not None:
+            self._proxy = stack.enter_context(DelayProxy(server.port, settings.s3_delay))
+            endpoint = self._proxy.endpoint
+        if settings.chaos is not None:
+            endpoint += _IMPATIENT
         bucket = server.create_bucket(_BUCKET)
         self._url = (
             f"s3://{bucket}/records?capacity=unbounded&admission=through&endpoint={endpoint}"

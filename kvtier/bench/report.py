@@ -28,6 +28,7 @@ __all__ = [
     "against_recompute",
     "arm_report",
     "digest",
+    "hung",
     "machine",
     "miscounted",
     "percentile",
@@ -41,6 +42,8 @@ _PACKAGES: Final = ("kvtier", "torch", "numpy", "lmdb", "boto3")
 
 _OVERHEAD: Final = 0.05
 _SLACK_BYTES: Final = 1 << 18
+_FETCH_SECONDS: Final = 5.0  # what the reference connector gives a fetch
+_HANG_SECONDS: Final = 5.0
 """How much more than the payload the system may count: a part of it, and some bytes."""
 
 
@@ -112,7 +115,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A run.
 
     engine: what served, where that was another than kvtier's own. prefill_over_plain_torch: how
-    fast the engine's prefill is next to plain torch.
+    fast the engine's prefill is next to plain torch. spoilt: in bad weather, how many requests to
+    the bucket met which fault.
     """
 
     workload: str
@@ -126,6 +130,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine: str = ""
     prefill_over_plain_torch: float | None = None
     prefill_over_plain_torch_spread: Ratio | None = None
+    spoilt: Mapping[str, int] = {}
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -212,6 +217,24 @@ def problems(
                 )
                 break
     return found
+
+
+def hung(samples: Mapping[str, Sequence[Sample]], chaos: str) -> list[str]:
+    """Say which requests of the arm in bad weather took far longer than recomputing all.
+
+    A fetch may take its time first, and then all is computed; more than five seconds on top of
+    that is a hang.
+    """
+    slowest = max(
+        sample.served.ttft_s for arm, of_arm in samples.items() if arm != chaos for sample in of_arm
+    )
+    most = slowest + _FETCH_SECONDS + _HANG_SECONDS
+    return [
+        f"arm {chaos}, request {number} hung: its first token took {sample.served.ttft_s:.1f} s, "
+        f"and {slowest:.1f} s at most elsewhere"
+        for number, sample in enumerate(samples[chaos])
+        if sample.served.ttft_s > most
+    ]
 
 
 def miscounted(arm: ArmReport) -> list[str]:

@@ -12,6 +12,7 @@ from kvtier.bench.report import (
     Report,
     against_recompute,
     arm_report,
+    hung,
     machine,
     miscounted,
     problems,
@@ -42,6 +43,8 @@ def run(settings: Settings, shape: Shape, tell: Tell, *, details: bool = False) 
     ]
     wrong = problems(arms, samples, reuse=not isinstance(shape, NoReuse))
     wrong += [said for arm in arms for said in miscounted(arm)]
+    if settings.chaos is not None:
+        wrong += hung(samples, settings.chaos)
     if isinstance(shape, NoReuse):
         arms = [against_recompute(arm, samples) for arm in arms]
     plain = ratio(*zip(*outcome.plain, strict=True)) if outcome.plain else None
@@ -57,6 +60,7 @@ def run(settings: Settings, shape: Shape, tell: Tell, *, details: bool = False) 
         seconds=round(time.monotonic() - begin, 1),
         prefill_over_plain_torch=plain.median if plain else None,
         prefill_over_plain_torch_spread=plain,
+        spoilt=outcome.spoilt if settings.chaos is not None else {},
     )
 
 

@@ -79,6 +79,7 @@ class Outcome(NamedTuple):
     model: ModelLoaded
     samples: Mapping[str, list[Sample]]
     plain: Sequence[tuple[float, float]] = ()
+    spoilt: Mapping[str, int] = {}
 
 
 class Bench:
@@ -149,8 +150,18 @@ class Bench:
         """Return the URLs of tiers; lmdb: the name of the directory."""
         return self._place.tiers(names, lmdb, self._dram)
 
+    @property
+    def spoilt(self) -> Mapping[str, int]:
+        """How many requests met which fault on their way to the bucket."""
+        return self._place.spoilt()
+
+    def spoil(self) -> None:
+        """Let the bad weather begin, if there is to be one, until arms are opened."""
+        self._place.spoil(bad=True)
+
     def open(self, arms: Sequence[str], tokens: int, filled: str = "") -> None:
         """Open engine and cache of arms. filled: the directory that the lmdb arm finds."""
+        self._place.spoil(bad=False)  # whoever comes now would be turned away at the door
         for arm in arms:
             child, plan = self._children[arm], PLANS[arm]
             child.receive(ModelLoaded)
@@ -235,8 +246,9 @@ def shared_prefix(settings: Settings, shape: SharedPrefix, place: Place, tell: T
             if settings.compares_with_torch and len(plain) < _PLAIN_RUNS:
                 engine = bench.samples["recompute"][-1].served.ttft_s
                 plain.append((bench.plain(group.prefix + group.timed[-1]), engine))
+        spoilt = bench.spoilt
         bench.clean()
-    return Outcome(loaded, bench.samples, plain)
+    return Outcome(loaded, bench.samples, plain, spoilt)
 
 
 def _fill(bench: Bench, shape: SharedPrefix) -> tuple[ModelLoaded, list[Group]]:
@@ -263,6 +275,7 @@ def _fill(bench: Bench, shape: SharedPrefix) -> tuple[ModelLoaded, list[Group]]:
         child.ask(Open(tokens, prefix_cache=True, tiers=tiers, chaos=chaos), Done)
         bench.open(early, whole)
         bench.steps(len(groups))
+        bench.spoil()
         for turn, group in enumerate(groups):
             bench.step("computing each prefix once")
             arms = [arm for arm in early if PLANS[arm].warms or not turn]
@@ -270,6 +283,7 @@ def _fill(bench: Bench, shape: SharedPrefix) -> tuple[ModelLoaded, list[Group]]:
                 if late:
                     child.ask(Serve(group.prefix + group.warm, 1), Served)
     bench.open(late, tokens, filled="filled")
+    bench.spoil()
     return loaded, groups
 
 
@@ -284,7 +298,7 @@ def _serve_group(
             bench.empty(arm)
             prompt = group.prefix + suffix
             if is_timed:
-                expected = 0 if arm == "recompute" else reusable
+                expected = 0 if arm in ("recompute", bench.settings.chaos) else reusable
                 bench.timed(arm, prompt, shape.output_len, expected)
             else:
                 bench.serve(arm, prompt, _FEW)

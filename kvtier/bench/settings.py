@@ -15,6 +15,7 @@ from kvtier.units import format_seconds
 
 __all__ = [
     "ARMS",
+    "CHAOTIC",
     "ENGINES",
     "RANDOM",
     "SMOLLM2",
@@ -26,6 +27,9 @@ __all__ = [
 
 ARMS: Final = ("recompute", "hbm", "dram", "lmdb", "s3")
 """Where the KV of a prefix comes from; each arm runs in a process of its own."""
+
+CHAOTIC: Final = ("s3",)
+"""Tiers whose answers a benchmark can spoil."""
 
 SMOLLM2: Final = "smollm2"
 RANDOM: Final = "random"
@@ -53,7 +57,8 @@ class Settings:
     directory: where the lmdb tier makes a directory of its own; None: on the file system at
     hand. s3: URL of an existing bucket; None: a server of its own. s3_delay: seconds of
     round-trip time added to that server. device_chaos: seed of the order in which copies are
-    done; None: as fast as they can. engine: what serves, of ENGINES.
+    done; None: as fast as they can. chaos: the tier whose answers are spoilt, of CHAOTIC; None:
+    of none. engine: what serves, of ENGINES.
     """
 
     arms: tuple[str, ...]
@@ -68,6 +73,7 @@ class Settings:
     s3_delay: float
     verbose: bool
     device_chaos: int | None = None
+    chaos: str | None = None
     engine: str = "kvtier"
 
     def __post_init__(self) -> None:
@@ -75,6 +81,12 @@ class Settings:
             for option, value in (("--s3", self.s3), ("--s3-delay", self.s3_delay)):
                 if value:
                     raise ConfigError(f"{option} is for the arm s3: add it to --arms")
+        if self.chaos is not None and self.chaos not in self.arms:
+            raise ConfigError(f"--chaos {self.chaos} is for the arm {self.chaos}: add it to --arms")
+        if self.chaos is not None and self.s3 is not None:
+            raise ConfigError(
+                "--chaos spoils answers of the benchmark's own server; leave out --s3"
+            )
         if self.s3 is not None:
             if self.s3_delay:
                 raise ConfigError("--s3-delay slows the benchmark's own server; leave out --s3")

@@ -7,7 +7,7 @@ from typing import Final
 
 import click
 
-from kvtier.bench.settings import ARMS, Settings
+from kvtier.bench.settings import ARMS, CHAOTIC, Settings
 from kvtier.bench.workloads import MultiTurn, NoReuse, SharedPrefix
 from kvtier.cli.bench_options import (
     MULTI_TURN,
@@ -61,6 +61,11 @@ def bench(ctx: click.Context) -> None:
     most=_LARGEST_SEED,
     help="Copy in an odd order that this seed chooses, checked for races; times mean nothing then.",
 )
+@click.option(
+    "--chaos",
+    type=click.Choice(CHAOTIC),
+    help="Spoil answers of that tier: errors, resets, hangs, other objects.",
+)
 @click.option("--demo", is_flag=True, help=f"A short run: {_DEMO_PREFIXES} prefixes.")
 @common(",".join(ARMS))
 def shared_prefix(
@@ -69,6 +74,7 @@ def shared_prefix(
     details: bool,  # noqa: FBT001  (an option)
     num_prefixes: int | None,
     device_chaos: int | None,
+    chaos: str | None,
     demo: bool,  # noqa: FBT001  (an option)
     **shape: int,
 ) -> int:
@@ -79,7 +85,7 @@ def shared_prefix(
     named after, and nowhere above.
     """
     count = num_prefixes or (_DEMO_PREFIXES if demo else _PREFIXES)
-    settings = replace(settings, device_chaos=device_chaos)
+    settings = replace(settings, device_chaos=device_chaos, chaos=chaos)
     return run_workload(settings, SharedPrefix(num_prefixes=count, **shape), json_file, details)
 
 

@@ -82,6 +82,9 @@ def _notes(report: Report) -> list[str]:
     if report.prefill_over_plain_torch_spread:
         spread = _spread(report.prefill_over_plain_torch_spread)
         lines.append(f"The engine's prefill runs at {spread} of plain torch's speed.")
+    if report.spoilt:
+        met = ", ".join(f"{name} {count}" for name, count in report.spoilt.items())
+        lines.append(f"Requests to the bucket, by what became of them: {met}.")
     threads = report.args["threads"]
     how = f"in {report.engine}, float32" if report.engine else "float32 with KV in bfloat16"
     lines.append(

@@ -100,6 +100,24 @@ def test_answers_are_alike_when_copies_come_in_an_odd_order(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.server
+def test_answers_are_alike_in_bad_weather_and_nothing_hangs(tmp_path, weed):
+    args = ("shared-prefix", *SMALL, "--num-prefixes", "2", "--dir", str(tmp_path))
+    report = reported(*args, "--arms", "recompute,s3", "--chaos", "s3")
+    assert report["problems"] == []
+    assert len({arm["tokens_sha256"] for arm in report["arms"]}) == 1
+    spoilt = report["spoilt"]
+    assert sum(count for fault, count in spoilt.items() if fault != "none") >= 1
+
+
+def test_chaos_is_refused_where_there_is_nothing_to_spoil():
+    assert "add it to --arms" in refused("shared-prefix", "--arms", "dram", "--chaos", "s3")
+    assert "leave out --s3" in refused(
+        "shared-prefix", "--arms", "s3", "--chaos", "s3", "--s3", "s3://bucket"
+    )
+
+
+@pytest.mark.slow
 def test_conversations_find_their_history(tmp_path):
     args = ("multi-turn", *SMALL, "--num-conversations", "1", "--turns", "3")
     report = reported(*args, "--arms", "recompute,lmdb", "--dir", str(tmp_path))
