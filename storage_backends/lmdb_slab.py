@@ -41,7 +41,7 @@ from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_ledger import Batch, Ledger, Log
 from kvtier.storage_backends.slab_recovery import LEAST_BYTES, recover
 from kvtier.storage_backends.slab_repair import purge, verify
-from kvtier.storage_backends.slab_runs import Placed, headers, readable, runs, unrepeated
+from kvtier.storage_backends.slab_runs import Placed, headers, in_order, readable, runs, unrepeated
 from kvtier.storage_backends.slab_survey import survey
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 from kvtier.tiers.survey import Purged, Survey, Tell, Verdict
@@ -223,16 +223,11 @@ class LmdbSlabStore:
     def scan(self) -> Iterator[Header]:
         """Yield the header of each record, oldest write first.
 
-        The names are collected first, about 200 bytes of memory a record. No lock is held and
+        The names are collected first, about 100 bytes of memory a record. No lock is held and
         no transaction open between two steps; what comes or goes meanwhile may be there or not.
         """
         self._check_usable()
-        known: dict[RecordId, int] = {}
-        while page := self._ledger.page(next(reversed(known), b""), _SCAN_STEP):
-            known |= {name: entry.sequence for name, entry in page}
-        known |= {name: entry.sequence for name, entry in self._ledger.uncommitted().items()}
-        names = sorted(known, key=known.__getitem__)
-        del known
+        names = in_order(self._ledger)
         for start in range(0, len(names), _SCAN_STEP):
             self._check_usable()
             step = names[start : start + _SCAN_STEP]

@@ -22,11 +22,13 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 import lmdb
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.errors import Corrupt, Unavailable
 from kvtier.identity.record import HEADER_BYTES, RECORD_ID_BYTES, RecordId
 
-__all__ = ["Entry", "Index", "check_length", "unpack_entry"]
+__all__ = ["WHERE", "Entry", "Index", "Page", "check_length", "unpack_entry"]
 
 _WHERE: Final = struct.Struct("<QII")
 _VALUE_BYTES: Final = _WHERE.size + HEADER_BYTES
@@ -42,6 +44,19 @@ _MAX_OPERATIONS: Final = 4096
 _BYTES_AN_OPERATION: Final = 64 << 10
 """Of the map, for each operation beyond the least. Where 1 KiB is charged for an entry that takes
 680 bytes at worst, this leaves five pages over: three generations of nearly two."""
+
+
+WHERE: Final = np.dtype([("sequence", "<u8"), ("segment", "<u4"), ("slot", "<u4")])
+"""Where a record lies: how each value begins."""
+
+_NOWHERE: Final = bytes(_WHERE.size)  # segment 0 never exists: the entry leads nowhere
+
+
+class Page(NamedTuple):
+    """Names of records, and where each lies: WHERE, as many."""
+
+    names: list[RecordId]
+    where: NDArray[np.void]
 
 
 class Entry(NamedTuple):
@@ -122,10 +137,10 @@ class Index:
         """Return the entry of each record, None where there is none."""
         self._check()
         with self._reading, _failing("cannot be read"), self._env.begin() as txn:
-            values = [txn.get(name) for name in names]
-        return [None if value is None else unpack_entry(value) for value in values]
+            found = dict(txn.cursor().getmulti(names))  # no loop in Python
+        return [unpack_entry(found[name]) if name in found else None for name in names]
 
-    def page(self, after: RecordId, limit: int) -> list[tuple[RecordId, Entry]]:
+    def page(self, after: RecordId, limit: int) -> Page:
         """Return up to `limit` entries that follow `after`, by name; b"" begins."""
         self._check()
         values: list[tuple[RecordId, bytes]] = []
@@ -136,7 +151,10 @@ class Index:
                 more = cursor.next()
             if more:
                 values = list(itertools.islice(cursor.iternext(), limit))  # no loop in Python
-        return [(name, unpack_entry(value)) for name, value in values]
+        where = [
+            value[: _WHERE.size] if len(value) == _VALUE_BYTES else _NOWHERE for _, value in values
+        ]
+        return Page([name for name, _ in values], np.frombuffer(b"".join(where), WHERE))
 
     def commit(self, operations: Mapping[RecordId, Entry | None]) -> None:
         """Put each entry and remove each name whose entry is None, in order.
@@ -216,10 +234,11 @@ def _failing(what: str) -> Iterator[None]:
 def unpack_entry(value: bytes) -> Entry:
     """Return the entry that a value of the index is; one of another length leads nowhere."""
     if len(value) != _VALUE_BYTES:
-        return Entry(0, 0, 0, b"")  # segment 0 never exists: the entry leads nowhere
+        return Entry(0, 0, 0, b"")  # as _NOWHERE
     sequence, segment, slot = _WHERE.unpack_from(value)
     return Entry(segment, slot, sequence, value[_WHERE.size :])
 
 
 assert _META.size == _META_BYTES  # noqa: S101
+assert WHERE.itemsize == _WHERE.size  # noqa: S101
 assert RECORD_ID_BYTES <= 511  # noqa: S101, PLR2004

@@ -22,7 +22,7 @@ from kvtier.events import note
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import NO_ROOM, Segment
 from kvtier.storage_backends.slab_files import SegmentFiles
-from kvtier.storage_backends.slab_index import Entry
+from kvtier.storage_backends.slab_index import Entry, Page
 from kvtier.storage_backends.slab_recovery import Recovered
 
 __all__ = ["Batch", "Ledger", "Log"]
@@ -137,7 +137,7 @@ class Ledger:
             for segment, entry in filter(None, pinned):
                 segment.unpin(entry.slot)
 
-    def page(self, after: RecordId, limit: int) -> list[tuple[RecordId, Entry]]:
+    def page(self, after: RecordId, limit: int) -> Page:
         """Return the next `limit` committed entries by name, after `after`."""
         with self._lock:
             return self._index.page(after, limit)

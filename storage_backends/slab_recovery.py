@@ -5,16 +5,18 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, Corrupt, Unavailable
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import INDEX_FLOOR, PAGE, FileIO, Segment, Slabs
 from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, boot_id
-from kvtier.storage_backends.slab_index import Entry, Index, check_length
+from kvtier.storage_backends.slab_index import WHERE, Index, Page, check_length
 from kvtier.units import format_bytes, format_least
 
 __all__ = ["KEEP_SHARE", "LEAST_BYTES", "Recovered", "recover"]
@@ -89,9 +91,7 @@ def _discard_what_cannot_be_used(directory: SlabDirectory, capacity: int) -> Non
         directory.discard()
 
 
-def _load(
-    directory: SlabDirectory, capacity: int, *, synced: bool
-) -> tuple[Index, list[tuple[RecordId, Entry]]]:
+def _load(directory: SlabDirectory, capacity: int, *, synced: bool) -> tuple[Index, Page]:
     try:
         check_length(directory.index)
         return _read(directory, synced=synced)
@@ -107,62 +107,77 @@ def _load(
     return _read(directory, synced=synced)
 
 
-def _read(directory: SlabDirectory, *, synced: bool) -> tuple[Index, list[tuple[RecordId, Entry]]]:
+def _read(directory: SlabDirectory, *, synced: bool) -> tuple[Index, Page]:
     size = directory.index.stat().st_size if directory.index.exists() else 0
     index = Index(directory.index, max(size, INDEX_FLOOR), synced=synced)
+    names: list[RecordId] = []
+    where = [np.empty(0, WHERE)]
     try:
-        entries: list[tuple[RecordId, Entry]] = []
-        while more := index.page(entries[-1][0] if entries else b"", _PAGE_OF_ENTRIES):
-            entries += more
+        while (more := index.page(names[-1] if names else b"", _PAGE_OF_ENTRIES)).names:
+            names += more.names
+            where.append(more.where)
     except BaseException:
         index.close()
         raise
-    return index, entries
+    return index, Page(names, np.concatenate(where))
 
 
 def _account(
-    directory: SlabDirectory,
-    capacity: int,
-    index: Index,
-    entries: list[tuple[RecordId, Entry]],
+    directory: SlabDirectory, capacity: int, index: Index, entries: Page
 ) -> tuple[Slabs, int]:
     slabs = Slabs(capacity, FIXED_BYTES + directory.set_aside_bytes())
     slabs.index_bytes = index.size
     segments = {segment.number: segment for segment in directory.segments()}
-    used: dict[int, set[int]] = defaultdict(set)
-    dropped: dict[RecordId, Entry | None] = {}
-    for name, entry in entries:
-        segment = segments.get(entry.segment)
-        whole = segment is not None and entry.slot < segment.slots
-        if not whole or entry.slot in used[entry.segment]:
-            dropped[name] = None
-        else:
-            used[entry.segment].add(entry.slot)
+    kept = _whole(entries, segments)
+    used = _slots(entries, kept)
     surplus = _over(slabs, list(segments.values()), used)
-    dropped |= {name: None for name, entry in entries if entry.segment in surplus}
+    kept &= ~np.isin(entries.where["segment"], list(surplus))
+    dropped = np.flatnonzero(~kept).tolist()
     if dropped:
-        _logger.warning("%s: %d of %d records lost", directory.path, len(dropped), len(entries))
-        index.commit(dropped)
+        count = len(entries.names)
+        _logger.warning("%s: %d of %d records lost", directory.path, len(dropped), count)
+        index.commit(dict.fromkeys(entries.names[at] for at in dropped))
     for number, segment in segments.items():
         slabs.next_number = max(slabs.next_number, number + 1)
         if number in surplus:
             (directory.path / segment.name).unlink()
             continue
         os.truncate(directory.path / segment.name, segment.length)  # a tail was no whole slot
-        segment.occupy(used[number])
+        segment.occupy(used.get(number, set()))
         slabs.add(segment)
     index.grow(slabs.index_bytes)
-    return slabs, max((entry.sequence for _, entry in entries), default=0)
+    return slabs, int(entries.where["sequence"].max(initial=0))
 
 
-def _over(slabs: Slabs, segments: Collection[Segment], used: dict[int, set[int]]) -> set[int]:
+def _whole(entries: Page, segments: Mapping[int, Segment]) -> NDArray[np.bool_]:
+    """Say which entries lead to a slot that is there, and that no entry before them leads to."""
+    numbers, which = np.unique(entries.where["segment"], return_inverse=True)
+    slots = np.array([segments[n].slots if n in segments else 0 for n in numbers.tolist()], "<u8")
+    places = which.astype("<u8") << np.uint64(32) | entries.where["slot"]
+    kept = np.zeros(len(entries.names), np.bool_)
+    kept[np.unique(places, return_index=True)[1]] = True
+    if len(slots):
+        kept &= entries.where["slot"] < slots[which]
+    return kept
+
+
+def _slots(entries: Page, kept: NDArray[np.bool_]) -> dict[int, set[int]]:
+    """Return the slots in use of each segment that has any."""
+    where = entries.where[kept]
+    where = where[np.argsort(where["segment"], kind="stable")]
+    numbers, begin = np.unique(where["segment"], return_index=True)
+    slots = np.split(where["slot"], begin[1:])
+    return {n: set(each.tolist()) for n, each in zip(numbers.tolist(), slots, strict=False)}
+
+
+def _over(slabs: Slabs, segments: Collection[Segment], used: Mapping[int, set[int]]) -> set[int]:
     """Return the segments that have to go: cut to nothing, or above the capacity.
 
     Empty ones go first, then the oldest.
     """
     over = {segment.number for segment in segments if segment.slots == 0}
     kept = [segment for segment in segments if segment.slots]
-    kept.sort(key=lambda segment: (bool(used[segment.number]), segment.number))
+    kept.sort(key=lambda segment: (segment.number in used, segment.number))
     while kept and slabs.charge_of(kept) > slabs.capacity:
         over.add(kept.pop(0).number)
     return over

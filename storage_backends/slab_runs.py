@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
+import numpy as np
+
 from kvtier.errors import Corrupt
 from kvtier.identity.record import Header, RecordId
 from kvtier.storage_backends.slab import Segment, stride_for
 from kvtier.storage_backends.slab_index import Entry
+from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.tiers.store import Status, Write
 
-__all__ = ["Placed", "headers", "readable", "runs", "unrepeated"]
+__all__ = ["Placed", "headers", "in_order", "readable", "runs", "unrepeated"]
 
+_PAGE: Final = 4096
 _MOST_BYTES: Final = 2 << 20
 """Of a run. Larger parts reach the device's speed one by one, on several threads."""
 
@@ -66,6 +70,21 @@ def unrepeated(records: Sequence[Write]) -> Iterator[Sequence[Write]]:
             start, names = at, set()
         names.add(name)
     yield records[start:]
+
+
+def in_order(ledger: Ledger) -> list[RecordId]:
+    """Return the names of all records, oldest write first."""
+    fresh = ledger.uncommitted()  # before the rest: meanwhile they may be committed
+    names: list[RecordId] = []
+    sequences = [np.empty(0, np.uint64)]
+    after = b""
+    while (page := ledger.page(after, _PAGE)).names:
+        after = page.names[-1]
+        names += page.names
+        sequences.append(page.where["sequence"])
+    order = np.argsort(np.concatenate(sequences), kind="stable").tolist()
+    committed = [names[at] for at in order if names[at] not in fresh]
+    return committed + sorted(fresh, key=lambda name: fresh[name].sequence)
 
 
 def headers(names: Sequence[RecordId], found: Sequence[Entry | None]) -> Iterator[Header]:

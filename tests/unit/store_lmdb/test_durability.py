@@ -27,7 +27,7 @@ def test_batch_is_committed_by_age_and_by_size(opened: Any) -> None:
     store = opened(256 * MIB, clock=clock)
 
     def committed() -> int:
-        return len(store._ledger.page(b"", 100))
+        return len(store._ledger.page(b"", 100).names)
 
     store.write_many([make_record(1, 5000)])
     assert committed() == 0
