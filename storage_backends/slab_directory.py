@@ -242,6 +242,16 @@ class SlabDirectory:
         """Where the index is."""
         return self.path / "index.lmdb"
 
+    @property
+    def draft(self) -> Path:
+        """Where a new index is written, before it takes the place of the old one."""
+        return self.path / "index.lmdb.tmp"
+
+    def remove_draft(self) -> None:
+        """Remove what remains of a new index that was not finished."""
+        for path in (self.draft, self.draft.with_name(f"{self.draft.name}-lock")):
+            path.unlink(missing_ok=True)
+
     def note(self, capacity: int, durability: str) -> None:
         """Write down how the store was opened, where that has changed."""
         content = _SETTINGS % (capacity, durability.encode())

@@ -207,9 +207,10 @@ class Index:
             self._env.sync(True)  # noqa: FBT003  (the C function has no keywords)
 
     def close(self) -> None:
-        """Close the file. Later calls raise Unavailable."""
+        """Close the file. Later calls raise Unavailable. Idempotent."""
         self._env.close()
-        os.close(self._descriptor)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
         self._descriptor = -1
 
     def _check(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,12 +14,12 @@ from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, Corrupt, Unavailable
 from kvtier.identity.record import RecordId
-from kvtier.storage_backends.slab import INDEX_FLOOR, PAGE, FileIO, Segment, Slabs
+from kvtier.storage_backends.slab import INDEX_FLOOR, PAGE, FileIO, Segment, Slabs, index_bytes_for
 from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, boot_id
-from kvtier.storage_backends.slab_index import WHERE, Index, Page, check_length
+from kvtier.storage_backends.slab_index import WHERE, Entry, Index, Page, check_length
 from kvtier.units import format_bytes, format_least
 
-__all__ = ["KEEP_SHARE", "LEAST_BYTES", "Recovered", "recover"]
+__all__ = ["KEEP_SHARE", "LEAST_BYTES", "Recovered", "recover", "remake"]
 
 LEAST_BYTES: Final = FIXED_BYTES + INDEX_FLOOR + 64 * PAGE
 """What a store takes before its first record, with some room for the index to grow."""
@@ -29,7 +29,6 @@ KEEP_SHARE: Final = 16
 
 _logger = logging.getLogger(__name__)
 _PAGE_OF_ENTRIES = 4096
-_INDEX_SHARE = 4  # the smallest slots need an eighth
 _REFUSALS: Final = frozenset(  # of the system, which says nothing about what the index holds
     (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EAGAIN)
 )
@@ -45,7 +44,7 @@ class Recovered:
 
 
 def recover(directory: SlabDirectory, capacity: int, durability: str, io: FileIO) -> Recovered:
-    """Open the index, rebuild the account of slots from it, and bring it within `capacity`.
+    """Open the index, rebuild the account of slots from it, and bring all within `capacity`.
 
     An index that is unreadable, or that was not synced before the machine went down, is put
     aside, and the store starts empty. Entries whose slot is not wholly there are dropped.
@@ -58,11 +57,13 @@ def recover(directory: SlabDirectory, capacity: int, durability: str, io: FileIO
             f"{format_least(LEAST_BYTES)}"
         )
     synced = durability != "none"
-    _discard_what_cannot_be_used(directory, capacity)
+    directory.remove_draft()
+    _discard_what_cannot_be_used(directory)
     index = None
     try:
         index, entries = _load(directory, capacity, synced=synced)
-        slabs, sequence = _account(directory, capacity, index, entries)
+        slabs, sequence, size = _account(directory, capacity, index, entries)
+        index = _resized(directory, index, size, synced=synced)
         _settle_sync(directory, index, slabs, io, synced=synced)
         directory.note(capacity, durability)
     except BaseException:
@@ -72,7 +73,7 @@ def recover(directory: SlabDirectory, capacity: int, durability: str, io: FileIO
     return Recovered(index, slabs, sequence)
 
 
-def _discard_what_cannot_be_used(directory: SlabDirectory, capacity: int) -> None:
+def _discard_what_cannot_be_used(directory: SlabDirectory) -> None:
     since = directory.unsynced_since()
     if not directory.index.exists() or directory.index.stat().st_size == 0:
         directory.discard()
@@ -80,13 +81,6 @@ def _discard_what_cannot_be_used(directory: SlabDirectory, capacity: int) -> Non
         _logger.warning(
             "%s was written with durability=none before the machine restarted; starting empty",
             directory.path,
-        )
-        directory.discard()
-    elif directory.index.stat().st_size > INDEX_FLOOR + capacity // _INDEX_SHARE:
-        _logger.warning(
-            "the index of %s was made for a capacity far above %s; starting empty",
-            directory.path,
-            format_bytes(capacity),
         )
         directory.discard()
 
@@ -124,19 +118,20 @@ def _read(directory: SlabDirectory, *, synced: bool) -> tuple[Index, Page]:
 
 def _account(
     directory: SlabDirectory, capacity: int, index: Index, entries: Page
-) -> tuple[Slabs, int]:
+) -> tuple[Slabs, int, int]:
+    """Return the account, the greatest sequence, and how large the index should be."""
     slabs = Slabs(capacity, FIXED_BYTES + directory.set_aside_bytes())
-    slabs.index_bytes = index.size
     segments = {segment.number: segment for segment in directory.segments()}
     kept = _whole(entries, segments)
     used = _slots(entries, kept)
-    surplus = _over(slabs, list(segments.values()), used)
+    surplus, size = _fitted(slabs, list(segments.values()), _ages(entries, kept), index.size)
     kept &= ~np.isin(entries.where["segment"], list(surplus))
     dropped = np.flatnonzero(~kept).tolist()
     if dropped:
         count = len(entries.names)
         _logger.warning("%s: %d of %d records lost", directory.path, len(dropped), count)
         index.commit(dict.fromkeys(entries.names[at] for at in dropped))
+    slabs.index_bytes = size
     for number, segment in segments.items():
         slabs.next_number = max(slabs.next_number, number + 1)
         if number in surplus:
@@ -145,8 +140,49 @@ def _account(
         os.truncate(directory.path / segment.name, segment.length)  # a tail was no whole slot
         segment.occupy(used.get(number, set()))
         slabs.add(segment)
-    index.grow(slabs.index_bytes)
-    return slabs, int(entries.where["sequence"].max(initial=0))
+    return slabs, int(entries.where["sequence"].max(initial=0)), slabs.index_bytes
+
+
+def _resized(directory: SlabDirectory, index: Index, size: int, *, synced: bool) -> Index:
+    """Return the index at the size that it is charged for: the same if it is not too large."""
+    if size >= index.size:
+        index.grow(size)
+        return index
+    try:
+        remake(directory, size, _lots(index))
+    finally:
+        index.close()
+    return Index(directory.index, size, synced=synced)
+
+
+def _lots(index: Index) -> Iterator[dict[RecordId, Entry | None]]:
+    after = b""
+    while names := index.page(after, _PAGE_OF_ENTRIES).names:
+        after = names[-1]
+        yield dict(zip(names, index.find(names), strict=True))
+
+
+def remake(
+    directory: SlabDirectory, size: int, lots: Iterable[Mapping[RecordId, Entry | None]]
+) -> None:
+    """Write entries, in the order of their names, into a new index that replaces the old one.
+
+    For a moment there are two. Of a failure nothing remains but the old one.
+    """
+    directory.remove_draft()
+    try:
+        index = Index(directory.draft, size, synced=False)
+        try:
+            for lot in lots:
+                index.commit(lot)
+            index.sync()
+        finally:
+            index.close()
+        directory.draft.replace(directory.index)
+    except BaseException:
+        directory.remove_draft()
+        raise
+    directory.sync()
 
 
 def _whole(entries: Page, segments: Mapping[int, Segment]) -> NDArray[np.bool_]:
@@ -170,14 +206,44 @@ def _slots(entries: Page, kept: NDArray[np.bool_]) -> dict[int, set[int]]:
     return {n: set(each.tolist()) for n, each in zip(numbers.tolist(), slots, strict=False)}
 
 
-def _over(slabs: Slabs, segments: Collection[Segment], used: Mapping[int, set[int]]) -> set[int]:
+def _ages(entries: Page, kept: NDArray[np.bool_]) -> dict[int, int]:
+    """Return the last write into each segment that has records."""
+    where = entries.where[kept]
+    numbers, which = np.unique(where["segment"], return_inverse=True)
+    last = np.zeros(len(numbers), np.uint64)
+    np.maximum.at(last, which, where["sequence"])
+    return dict(zip(numbers.tolist(), last.tolist(), strict=True))
+
+
+def _fitted(
+    slabs: Slabs, segments: Sequence[Segment], ages: Mapping[int, int], index_bytes: int
+) -> tuple[set[int], int]:
+    """Return the segments that have to go, and how large the index should be.
+
+    An index that was made for more slots than there are is made anew where records would have to
+    go for it, or where it takes more than twice what it should and there is room for both.
+    """
+    slabs.index_bytes = index_bytes
+    surplus = _over(slabs, segments, ages)
+    kept = [segment for segment in segments if segment.number not in surplus]
+    if surplus.isdisjoint(ages) and slabs.charge_of(kept) <= slabs.capacity:
+        wanted = index_bytes_for(sum(segment.slots for segment in kept))
+        fits = slabs.charge_of(kept) + wanted <= slabs.capacity
+        return surplus, wanted if fits and index_bytes > 2 * wanted else index_bytes
+    slabs.index_bytes = INDEX_FLOOR
+    surplus = _over(slabs, segments, ages)
+    slots = sum(segment.slots for segment in segments if segment.number not in surplus)
+    return surplus, min(index_bytes, index_bytes_for(slots))
+
+
+def _over(slabs: Slabs, segments: Sequence[Segment], ages: Mapping[int, int]) -> set[int]:
     """Return the segments that have to go: cut to nothing, or above the capacity.
 
-    Empty ones go first, then the oldest.
+    Empty ones go first, then those that were last written to the longest ago.
     """
     over = {segment.number for segment in segments if segment.slots == 0}
     kept = [segment for segment in segments if segment.slots]
-    kept.sort(key=lambda segment: (segment.number in used, segment.number))
+    kept.sort(key=lambda segment: (ages.get(segment.number, -1), segment.number))
     while kept and slabs.charge_of(kept) > slabs.capacity:
         over.add(kept.pop(0).number)
     return over

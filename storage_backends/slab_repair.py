@@ -18,7 +18,7 @@ from kvtier.storage_backends.slab import INDEX_FLOOR, FileIO, Segment, index_byt
 from kvtier.storage_backends.slab_audit import Placed
 from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, config_error
 from kvtier.storage_backends.slab_index import Entry, Index
-from kvtier.storage_backends.slab_recovery import KEEP_SHARE
+from kvtier.storage_backends.slab_recovery import KEEP_SHARE, remake
 from kvtier.storage_backends.slab_survey import header_of
 from kvtier.storage_backends.slab_verify import Checked, check
 from kvtier.storage_backends.slab_view import View
@@ -136,22 +136,13 @@ def _remake(view: View, directory: SlabDirectory, checked: Checked, tell: Tell) 
     """
     segments = view.segments()
     good = _within(view, segments, checked.good)
-    draft = directory.path / "index.lmdb.tmp"
-    _unlink(draft)
-    index = Index(draft, index_bytes_for(len(good)), synced=True)
-    try:
+
+    def lots() -> Iterator[dict[RecordId, Entry | None]]:
         for done in range(0, len(good), _STEP):
             tell("writing a new index", done, len(good))
-            step = good[done : done + _STEP]
-            index.commit({record.name: record.entry for record in step})
-    except BaseException:
-        index.close()
-        _unlink(draft)
-        raise
-    index.close()
-    draft.replace(directory.index)
-    _unlink(draft)
-    directory.sync()
+            yield {record.name: record.entry for record in good[done : done + _STEP]}
+
+    remake(directory, index_bytes_for(len(good)), lots())
 
 
 def _within(view: View, segments: Mapping[int, Segment], good: list[Placed]) -> list[Placed]:
@@ -170,11 +161,6 @@ def _within(view: View, segments: Mapping[int, Segment], good: list[Placed]) -> 
         kept -= len(by_segment.pop(segment.number))
         (view.path / segment.name).unlink()
     return sorted(record for those in by_segment.values() for record in those)
-
-
-def _unlink(draft: Path) -> None:
-    for path in (draft, draft.with_name(f"{draft.name}-lock")):
-        path.unlink(missing_ok=True)
 
 
 def purge(path: Path, namespace: str, tell: Tell) -> Purged:

@@ -24,7 +24,7 @@ _FORMAT: Final = re.compile(rb"kvtier slab store, format (\d{1,9})\n")
 _SETTINGS: Final = re.compile(rb"capacity (\d{1,19})\ndurability (none|batch|each)\n")
 _KEPT: Final = re.compile(r"index-\w+\.bad")
 _OWN: Final = re.compile(
-    r"format|lock|settings|unsynced|selftest|\w+\.tmp|index\.lmdb(-lock)?|index-\w+\.bad"
+    r"format|lock|settings|unsynced|selftest|[\w.]+\.tmp|index\.lmdb(-lock)?|index-\w+\.bad"
 )
 _MOST: Final = 4096  # bytes of a small file that are looked at
 

@@ -100,15 +100,6 @@ def test_lower_capacity_drops_the_oldest(opened: Any) -> None:
     assert is_exact(*fetch(store, records[-1].header.id, MIB))
 
 
-def test_index_that_outgrew_the_capacity_is_discarded(opened: Any) -> None:
-    store = opened(64 * MIB)
-    assert set(store.write_many([make_record(n, 10) for n in range(3000)])) == {OK}
-    store.close()
-    store = opened(3 * MIB)
-    assert opened.disk_bytes() <= 3 * MIB
-    assert store.write_many([make_record(1, 10)]) == [OK]
-
-
 def test_segments_change_their_class(opened: Any, durability: str) -> None:
     store = opened(durability=durability)
     for sizes in (100_000, 900_000, 5000, 3_000_000):

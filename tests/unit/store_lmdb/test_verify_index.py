@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.storage_backends import slab_repair, slab_verify
+from kvtier.storage_backends import slab_recovery, slab_verify
 from kvtier.storage_backends.slab import PAGE
 from kvtier.storage_backends.slab_index import Index
 from kvtier.storage_backends.slab_pages import IndexPages
@@ -77,7 +77,7 @@ def test_a_torn_index_is_written_anew_within_the_capacity(
             most = max(most, filled.opened.disk_bytes())
             super().close()
 
-    monkeypatch.setattr(slab_repair, "Index", Measured)
+    monkeypatch.setattr(slab_recovery, "Index", Measured)
     assert filled.check(repair=True).whole
     assert 0 < most <= capacity
     after = filled.check()
