@@ -211,10 +211,46 @@ def _frozen(copies: Sequence[Copy]) -> list[Copy]:
 
 
 def _copy(copy: Copy, planes: slice, *, into_slot: bool) -> None:
-    """Copy run by run: consecutive blocks of all planes are one strided copy."""
-    for at, stop, first in block_runs(copy.blocks):
-        pages = copy.pages[planes, first : first + stop - at]
-        slot = copy.slot[planes, at:stop]
-        if pages.shape != slot.shape:  # numpy would repeat one block in the place of many
-            raise MisuseError(f"blocks {pages.shape} do not match their slot {slot.shape}")
-        np.copyto(*((slot, pages) if into_slot else (pages, slot)))
+    """Copy a run of planes."""
+    runs = list(block_runs(copy.blocks))
+    pages, slot = copy.pages[planes], copy.slot[planes]
+    if _scattered(copy, pages, runs):
+        blocks = np.array(copy.blocks)
+        (_gather if into_slot else _scatter)(_whole(pages), blocks, _whole(slot))
+        return
+    for at, stop, first in runs:  # one strided copy each
+        some, part = pages[:, first : first + stop - at], slot[:, at:stop]
+        if some.shape != part.shape:  # numpy would repeat one block in the place of many
+            raise MisuseError(f"blocks {some.shape} do not match their slot {part.shape}")
+        np.copyto(*((part, some) if into_slot else (some, part)))
+
+
+def _scattered(copy: Copy, pages: NDArray[np.uint8], runs: Sequence[tuple[int, int, int]]) -> bool:
+    """Say whether a copy is of single blocks, all there, that lie side by side in each plane.
+
+    Then plane by plane is faster than block by block: it goes through memory that lies together.
+    What is not so, or is wrong, is left to the copy by runs.
+    """
+    blocks, count, size = copy.blocks, pages.shape[1], pages.shape[2]
+    return (
+        2 * len(runs) > len(blocks) > 1
+        and copy.slot.shape == (copy.pages.shape[0], len(blocks), size)
+        and 0 <= min(blocks) <= max(blocks) < count
+        and pages.strides[1] == size > 0
+    )
+
+
+def _whole(array: NDArray[np.uint8]) -> NDArray[np.void]:
+    """View bytes [planes, blocks, bytes] as [planes, blocks], so that numpy moves whole blocks."""
+    blocks: NDArray[np.void] = array.view(f"V{array.shape[2]}")[..., 0]
+    return blocks
+
+
+def _gather(pages: NDArray[np.void], blocks: NDArray[np.int64], slot: NDArray[np.void]) -> None:
+    for plane, part in zip(pages, slot, strict=True):
+        np.take(plane, blocks, out=part, mode="clip")  # in range: "raise" would copy twice
+
+
+def _scatter(pages: NDArray[np.void], blocks: NDArray[np.int64], slot: NDArray[np.void]) -> None:
+    for plane, part in zip(pages, slot, strict=True):
+        plane[blocks] = part
