@@ -7,8 +7,13 @@ The engine's life of a request, with the calls in order:
    can be loaded; their bytes then lie in leased DRAM.
 2. ``load`` once blocks are allocated for them. The request waits until ``poll`` reports it.
 3. ``save`` after every step that computed prompt or output tokens of the request.
-4. ``finish`` when it ends, is aborted or is preempted. True means: its blocks are still being
+4. ``computed`` after every step, for all requests together.
+5. ``finish`` when it ends, is aborted or is preempted. True means: its blocks are still being
    read or written; keep them until ``poll`` names the request in ``released``.
+
+Where tiers are slow, ``match`` may offer nothing to load yet, but tokens from `begin` on that come
+while the engine computes those before them: it asks ``arrived`` at every step, and calls ``load``
+for what is still to be computed when they are there.
 
 No call waits, none raises for a fault of a tier, and all are made on one thread. From its first
 call to ``finish`` a request keeps its tokens, to which others are added, and its identity.
@@ -32,10 +37,13 @@ class Match:
 
     tokens: loadable tokens, a multiple of the engine's block size; 0 is a miss.
     pending: the bytes are on their way up from a slower tier; ask again.
+    begin: the first of the tokens, where those are not the next to be computed. Of ``match``, with
+        no tokens: those from `begin` on are on their way; compute, and ask ``arrived``.
     """
 
     tokens: int
     pending: bool = False
+    begin: int = 0
 
 
 Places = Sequence[int] | Sequence[Sequence[int]]
@@ -88,8 +96,18 @@ class Connector(Protocol):
         """
         ...
 
+    def arrived(self, request_id: str, computed: int) -> Match | None:
+        """Say what has come meanwhile of what ``match`` said was on its way; None: not yet.
+
+        computed: tokens computed and being computed, a multiple of the block. The answer's tokens
+        are from its `begin` on, which is not below that; 0 of them when nothing is to be loaded.
+        """
+        ...
+
     def load(self, request_id: str, block_ids: Places) -> None:
-        """Start to fill `block_ids`, the blocks of the tokens that ``match`` offered, in order.
+        """Start to fill `block_ids`, in order: the blocks of the tokens that were offered.
+
+        Those of ``match``'s answer or, where some were on their way, of ``arrived``'s.
 
         Of a model of several components: for each its blocks, -1 for those that a window does
         not reach; for a recurrent one the slot of its state, alone.
@@ -121,6 +139,10 @@ class Connector(Protocol):
         component the slot of the state after each whole chunk.
         Chunks that are already stored, and the incomplete tail, cost nothing.
         """
+        ...
+
+    def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Tell how long a step took that computed tokens [start, stop) of each request in it."""
         ...
 
     def saving(self, request_id: str) -> bool:

@@ -71,13 +71,24 @@ class ReferenceConnector:
     """See ``Connector``.
 
     tensors: the engine's KV, one tensor for each component. pages: what executes plans instead,
-    where the blocks are in other processes.
+    where the blocks are in other processes. meet: let the engine compute the front of a prompt
+    while its end is read from a slow tier. always: load what there is, also where that is estimated
+    to take longer than computing it.
     """
 
     def __init__(
-        self, cache: Cache, tensors: Any, device: Device, *, pages: Executor | None = None
+        self,
+        cache: Cache,
+        tensors: Any,
+        device: Device,
+        *,
+        pages: Executor | None = None,
+        meet: bool = True,
+        always: bool = False,
     ) -> None:
         self._cache = cache
+        self._meet = meet
+        self._always = always
         self._device = device
         self._pages: Executor = cache.bind(tensors, device) if pages is None else pages
         self._chunk = cache.geometry.chunk_tokens
@@ -118,21 +129,49 @@ class ReferenceConnector:
         """Match a prompt, and lease or fetch what is found of chunks from `first` on."""
         if state.prefix is None:
             return MISS
-        state.match = match = self._cache.match(state.prefix)
+        match = self._cache.match(state.prefix)
         if match.pending:
             return self._owed(state)
         state.until = 0.0
+        begin = 0
+        if not self._always:
+            match, advice = self._cache.advise(match, state.computed, meet=self._meet)
+            begin = advice.begin
+        state.match = match
         if match.tokens <= state.computed and not match.unknown:
             return MISS
         if not match.unknown and all(tier == "dram" for tier in match.tiers[first:]):
             state.lease = self._cache.lease(match, deadline=_LEASE_SECONDS, first=first)
             if state.lease is not None:
                 return self._offer(state)
+        first = begin // self._chunk if begin else first
         state.fetch = self._cache.fetch(
             match, timeout=_FETCH_SECONDS, deadline=_LEASE_SECONDS, first=first
         )
         state.fetch.on_settled(self._wake.set)
-        return PENDING
+        return base.Match(0, begin=begin) if begin else PENDING
+
+    def arrived(self, request_id: str, computed: int) -> base.Match | None:
+        """See Connector."""
+        state = self._states.get(request_id, _State())
+        if state.fetch is None or state.match is None:
+            return MISS
+        if not state.fetch.poll() and computed < state.match.tokens:
+            return None
+        fetch, state.fetch = state.fetch, None
+        if not fetch.poll():  # the engine was faster
+            fetch.abandon()
+            return MISS
+        lease = fetch.result(0)
+        if lease is None or state.prefix is None:
+            return MISS
+        begin = max(lease.first * self._chunk, computed)
+        tokens = min(lease.tokens, state.prefix.limit) - begin
+        if tokens <= 0:
+            lease.release()
+            return MISS
+        state.lease, state.computed = lease, begin
+        return base.Match(tokens, begin=begin)
 
     @staticmethod
     def _owed(state: _State) -> base.Match:
@@ -217,6 +256,10 @@ class ReferenceConnector:
         if plan is not None:
             transfer = self._execute(plan)
             self._copying.append(_Copying(request_id, plan, transfer))
+
+    def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """See Connector."""
+        self._cache.computed(spans, seconds)
 
     def saving(self, request_id: str) -> bool:
         """See Connector."""

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from kvtier.adviser import Adviser
 from kvtier.catalog.lease import Lease
 from kvtier.checks import check_ahead, check_first, check_kind, check_wait, check_whole
 from kvtier.clock import Clock, monotonic
 from kvtier.config import Config
 from kvtier.copier import Pages
 from kvtier.copyplan import CopyPlan
+from kvtier.cost import Advice
 from kvtier.depot import Depot
 from kvtier.desk import Desk, Match
 from kvtier.device.base import Device
@@ -60,6 +62,7 @@ class Cache(Upkeep):
             desk = config
         super().__init__(desk, namespace, Namer(namespace, shape, desk.owner))
         self._plans = Plans(desk, self.geometry, self._namer)
+        self._adviser = Adviser(desk, self.geometry, shape, clock)
 
     def share(self, namespace: Namespace, *, shards: int = 1, stages: int = 1) -> Cache:
         """Return a cache of another namespace on the same memory and tiers. Blocks briefly.
@@ -92,6 +95,36 @@ class Cache(Upkeep):
         """
         self._check()
         return self._desk.match(self._mine(tokens, request))
+
+    # ---- load or recompute
+
+    def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Tell how long a step of the engine took, from which ``advise`` learns its speed.
+
+        spans: tokens [start, stop) of prompts and outputs that it computed, of each request in
+        it. Memory only. Raises MisuseError for times and spans that are none.
+        """
+        check_wait("a step's seconds", seconds)
+        for start, stop in spans:
+            check_whole("a span's first token", start)
+            check_whole("a span's end", stop, start)
+        self._adviser.costs.computed(spans, seconds)
+
+    def advise(
+        self, match: Match, computed: int = 0, *, meet: bool = False
+    ) -> tuple[Match, Advice]:
+        """Return what of a match is worth loading, and why; DRAM always is. Memory only.
+
+        computed: tokens that the engine has. meet: it can compute tokens while later ones load;
+        see ``Advice.begin``. By what fetches and steps took so far: before there was one of each,
+        all is worth it. A tier that loses is read a little now and then, in the background, and
+        used again when it wins.
+        Raises MisuseError for what is no match of this cache's.
+        """
+        self._check()
+        self._matched(match)
+        check_whole("the computed tokens", computed)
+        return self._adviser.advise(match, computed, meet=meet)
 
     # ---- lease, fetch, pin, prefetch
 
@@ -139,7 +172,9 @@ class Cache(Upkeep):
     ) -> FetchTransfer:
         check_wait("a timeout", timeout)
         self._matched(match)
-        return FetchTransfer(self._desk.fetch(match, first, within=timeout, hold=hold, pin=pin))
+        running = self._desk.fetch(match, first, within=timeout, hold=hold, pin=pin)
+        self._adviser.timed(match, first, running)
+        return FetchTransfer(running)
 
     def prefetch(
         self, prompt: Match | Prefix | TokenIds, *, base: float, per_1024_tokens: float

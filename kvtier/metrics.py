@@ -68,6 +68,14 @@ _ROWS: Final = (
     ),
     _counter("expired_leases", "leases", "Leases that ended by their deadline"),
     _counter("withdrawn_parts", "parts", "Parts taken out of all tiers, and why", "reason"),
+    _counter("load_decisions", "matches", "Matches below DRAM, by what was worth it", "choice"),
+    _counter("load_seconds", "seconds", "Time of reads upward from a tier", "tier"),
+    _counter(
+        "load_regret_seconds", "seconds", "Time that computing would have been faster by", "tier"
+    ),
+    _gauge("prefill_seconds_per_token", "seconds", "Estimate of computing a first token"),
+    _gauge("tier_latency_seconds", "seconds", "Estimate of a tier's latency", "tier"),
+    _gauge("tier_read_bytes_per_second", "bytes", "Estimate of a tier's speed", "tier"),
     _gauge("tier_capacity_bytes", "bytes", "Budget of a tier", "tier"),
     _gauge("tier_used_bytes", "bytes", "Bytes of the budget in use", "tier"),
     _gauge(

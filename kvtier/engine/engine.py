@@ -241,15 +241,23 @@ class Engine:
         work = self._scheduler.schedule()
         if self._ahead:  # what was just scheduled knows nothing of the step that runs now
             work, self._under_way = self._under_way, work
-            tokens = self._runner.run(work)
-            self._take(work, tokens)
+            self._take(work, self._run(work))
             self._runner.copy(self._scheduler.begin())
         else:
             self._runner.copy(self._scheduler.begin())
-            tokens = self._runner.run(work)
-            self._take(work, tokens)
+            self._take(work, self._run(work))
         if not work and not self._under_way and connector is not None and not self.idle:
             connector.wait(_WAIT_SECONDS)
+
+    def _run(self, work: Sequence[Work]) -> list[list[int]]:
+        """Compute a step, and tell the connector how long that took."""
+        began = self._clock()
+        tokens = self._runner.run(work)
+        connector = self._scheduler.connector
+        if work and connector is not None:
+            spans = [(one.span.start, one.span.start + len(one.span.tokens)) for one in work]
+            connector.computed(spans, self._clock() - began)
+        return tokens
 
     def _take(self, work: Sequence[Work], tokens: Sequence[Sequence[int]]) -> None:
         """Take note of a step's outcome: tokens, what is computed, what can be saved, who ends."""

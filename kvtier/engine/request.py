@@ -103,7 +103,9 @@ class Request:
 
     computed: tokens whose KV lies in `table`, from the first, all accepted; scheduled: those and
     what steps under way compute. pending: output tokens that those steps will give. loading:
-    tokens asked of the connector, beyond the computed ones. keys: of the whole blocks of all
+    tokens asked of the connector, beyond the computed ones. meeting: later tokens are on their way,
+    while it runs; barrier: then where they begin, and computing stops; landing: how many were asked
+    for; landed: how many came, -1 until that is known. keys: of the whole blocks of all
     tokens so far; the first `published` of them are in the prefix cache. matched: the connector
     knows of the request. epoch: goes up when the request gives up its blocks.
     """
@@ -122,6 +124,10 @@ class Request:
     scheduled: int = 0
     pending: int = 0
     loading: int = 0
+    meeting: bool = False
+    barrier: int = 0
+    landing: int = 0
+    landed: int = -1
     published: int = 0
     preemptions: int = 0
     epoch: int = 0
@@ -158,6 +164,21 @@ class Request:
         """Begin anew: nothing is computed, and what steps under way will say does not count."""
         self.epoch += 1
         self.computed = self.scheduled = self.published = self.pending = self.loading = 0
+        self.meet_no_more()
+
+    def meet_no_more(self) -> None:
+        """Wait for no tokens from behind any more."""
+        self.meeting, self.barrier, self.landing, self.landed = False, 0, 0, -1
+
+    @property
+    def met(self) -> bool:
+        """Whether the tokens from behind are there, and all before them is computed."""
+        return self.landed >= 0 and self.computed >= self.barrier
+
+    @property
+    def waits(self) -> bool:
+        """Whether all before the tokens that come from behind is computed, or being computed."""
+        return bool(self.barrier) and self.scheduled >= self.barrier
 
     def append(self, tokens: NDArray[np.int32]) -> None:
         """Add tokens at the end, and the keys of the blocks that they fill."""

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from kvtier.connectors.base import Connector, Loaded, Update
+from kvtier.connectors.base import MISS, Connector, Loaded, Match, Update
 from kvtier.engine.drafting import Drafting
 from kvtier.engine.request import Phase, Request
 from kvtier.engine.spans import Span, StateCopy
@@ -104,13 +104,21 @@ class Scheduler:
             # An aborted or preempted request no longer waits for its load.
             if request is not None and request.phase is Phase.LOADING:
                 self._loaded(request, loaded)
+            elif request is not None and request.landing:
+                request.landed = min(max(loaded.tokens, 0), request.landing)
+                if not request.generated:
+                    request.hits |= _clipped(loaded, request.landed)
+                self._jump(request)
 
     def schedule(self) -> list[Work]:
         """Choose the step's work, at most `step_tokens` tokens; may be empty."""
         work: list[Work] = []
         budget = self._step_tokens
         for request in list(self._active):
-            if request.phase is not Phase.RUNNING or not budget or request.complete:
+            if request.meeting:
+                self._meet(request)
+            idle = request.phase is not Phase.RUNNING or request.complete or request.waits
+            if idle or not budget:
                 continue
             if self._grow(request):
                 budget -= self._plan(request, budget, work)
@@ -133,7 +141,11 @@ class Scheduler:
         for request in admitted.values():
             if request.table is None:
                 continue
-            if request.phase is Phase.RUNNING:
+            if request.landing and self.connector is not None:
+                end = request.barrier + request.landing
+                places = self._pools.load_places(request.table, request.barrier, end)
+                self.connector.load(request.request_id, for_connector(places))
+            elif request.phase is Phase.RUNNING:
                 copies += self._pools.restores(request.table)
             elif self.connector is not None:
                 end = request.computed + request.loading
@@ -150,6 +162,7 @@ class Scheduler:
         request.computed = work.span.start + tokens
         request.scheduled = max(request.scheduled, request.computed)
         self._publish(request)
+        self._jump(request)
         full = request.computed // request.block_tokens
         if table is None or not full:
             return []
@@ -174,6 +187,7 @@ class Scheduler:
             return 0
         start, total = request.scheduled, request.count + request.pending
         end = self._cut(request, start, min(total, start + budget))
+        end = min(end, request.barrier) if request.barrier else end
         drafts: Sequence[int] = ()
         if end == total and self._drafting is not None:
             drafts = self._draft(request, budget - (end - start))
@@ -236,24 +250,51 @@ class Scheduler:
         request.published = hit.blocks
         if not request.generated:
             request.hits = {"hbm": computed}
-        request.phase = Phase.LOADING if offered else Phase.RUNNING
-        request.loading = offered
+        request.phase = Phase.LOADING if offered.tokens else Phase.RUNNING
+        request.loading = offered.tokens
+        request.meeting = offered.begin > 0
         self._waiting.remove(request)
         self._active.append(request)
         self._admitted[request.request_id] = request
         return True
 
-    def _match(self, request: Request, computed: int) -> int | None:
+    def _match(self, request: Request, computed: int) -> Match | None:
         """Ask the connector what it can load; None: not known yet."""
         if self.connector is None:
-            return 0
+            return MISS
         request.matched = True
         match = self.connector.match(request.request_id, request.tokens, computed, request.identity)
         if match.pending:
             return None
-        # Whole blocks, and at least one token to compute, whatever a connector answers.
+        return replace(match, tokens=self._whole_blocks(request, computed, match.tokens))
+
+    def _whole_blocks(self, request: Request, computed: int, tokens: int) -> int:
+        """Leave at least one token to compute, whatever a connector answers."""
         most = (request.count - 1 - computed) // request.block_tokens
-        return min(match.tokens // request.block_tokens, most) * request.block_tokens
+        return max(min(tokens // request.block_tokens, most), 0) * request.block_tokens
+
+    def _meet(self, request: Request) -> None:
+        """Ask for the tokens that come from behind; stop computing where they begin."""
+        if self.connector is None:
+            return
+        computed = self._pools.blocks_for(request.scheduled) * request.block_tokens
+        match = self.connector.arrived(request.request_id, computed)
+        if match is None:
+            return
+        request.meet_no_more()
+        tokens = self._whole_blocks(request, match.begin, match.tokens)
+        if tokens:
+            request.barrier, request.landing = match.begin, tokens
+            self._admitted[request.request_id] = request
+
+    def _jump(self, request: Request) -> None:
+        """Go on behind the tokens that came from behind, once all before them is computed."""
+        if not request.met:
+            return
+        request.computed += request.landed
+        request.scheduled = request.computed
+        request.meet_no_more()
+        self._publish(request)
 
     def _loaded(self, request: Request, loaded: Loaded) -> None:
         """Let a request run whose load has settled, wholly or in part.

@@ -113,6 +113,10 @@ class DictConnector:
             if key not in self.store and key not in under_way:
                 self.saves.append([self.delay, request_id, key, block])
 
+    def computed(self, spans, seconds) -> None:
+        assert all(0 <= start < stop for start, stop in spans)
+        assert seconds >= 0
+
     def saving(self, request_id) -> bool:
         return self.in_flight(request_id)
 

@@ -236,6 +236,10 @@ class Halfway:
             ids = [each[-1:] if one else each for each, one in zip(places, states, strict=True)]
             self.kept = [pool[:, :, list(x)].clone() for pool, x in zip(self.kv, ids, strict=True)]
 
+    def computed(self, spans, seconds) -> None:
+        assert all(0 <= start < stop for start, stop in spans)
+        assert seconds >= 0
+
     def saving(self, request_id) -> bool:
         return False
 

@@ -19,7 +19,7 @@ FUNCTION_LINES = 70
 
 # The floors, lowest first. A module imports its own floor and those below.
 FLOORS = [
-    "errors checks units clock events metrics seams",
+    "errors checks units clock events metrics seams cost",
     "identity",
     "codecs",
     "memory",
@@ -27,7 +27,7 @@ FLOORS = [
     "tiers",
     "device",
     "catalog",
-    "copyplan copier transfer retention prefix flow config opening desk plans depot local",
+    "copyplan copier transfer retention prefix flow config opening desk plans depot local adviser",
     "daemon",
     "upkeep cache __init__",
     "connectors",

@@ -1,0 +1,118 @@
+"""Which of a match is worth loading: a cache's Costs, fed by its fetches and its engine's steps."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+from kvtier.catalog.lease import Lease
+from kvtier.clock import Clock
+from kvtier.cost import Advice, Costs, Reading
+from kvtier.desk import Desk, Match
+from kvtier.identity.geometry import Geometry, Needs
+from kvtier.identity.shape import Shape
+from kvtier.seams import Future
+
+__all__ = ["Adviser"]
+
+_PROBE_CHUNKS: Final = 4
+_PROBE_SECONDS: Final = 10.0
+
+
+class Adviser:
+    """One cache's. Memory only, and safe from any thread."""
+
+    def __init__(self, desk: Desk, geometry: Geometry, shape: Shape, clock: Clock) -> None:
+        self.costs = Costs(clock)
+        self._desk = desk
+        self._chunk = (shape.chunk_tokens, sum(shape.nbytes))
+        self._whole = all(one.needs is Needs.ALL for one in geometry.components)
+
+    def advise(self, match: Match, computed: int, *, meet: bool) -> tuple[Match, Advice]:
+        """See ``Cache.advise``."""
+        if match.pending:
+            return match, Advice("load", match.tokens)
+        found = self.costs.advise(
+            match.tiers, computed, match.tokens, self._chunk, whole=self._whole, meet=meet
+        )
+        if found.skipped:
+            if self.costs.probe_due(found.skipped):
+                self._probe(match, found.skipped)
+        elif found.seconds:
+            for tier in dict.fromkeys(match.tiers):
+                self.costs.wins(tier)
+        unknown = match.unknown and self._worth_asking(match)
+        if found.seconds:
+            self._desk.metrics.add("load_decisions", choice=found.choice)
+        if found.tokens == match.tokens and unknown == match.unknown:
+            return match, found
+        tiers = match.tiers[: -(-found.tokens // self._chunk[0])]
+        return replace(match, tokens=found.tokens, tiers=tiers, unknown=unknown), found
+
+    def _worth_asking(self, match: Match) -> bool:
+        """Say whether a shared tier, of which nobody knows what it has, is worth asking.
+
+        It is the slowest, and taken to have all that follows.
+        """
+        size, nbytes = self._chunk
+        limit = match.prefix.limit // size
+        missing = limit - match.chunks
+        if missing <= 0:
+            return True
+        last = self._desk.tiers[-1]
+        all_of_it = (*match.tiers, *[last] * missing)
+        found = self.costs.advise(
+            all_of_it, match.tokens, limit * size, (size, nbytes), whole=self._whole, meet=False
+        )
+        return found.choice != "recompute" or self.costs.probe_due(last)
+
+    def _probe(self, match: Match, tier: str) -> None:
+        """Read a little of a tier that loses, in the background, to see whether it still does."""
+        first = match.tiers.index(tier)
+        chunks = len(match.tiers)
+        if self._whole:
+            run = itertools.takewhile(lambda one: one == tier, match.tiers[first:])
+            chunks = first + min(sum(1 for _ in run), _PROBE_CHUNKS)
+        tokens = min(chunks * self._chunk[0], match.tokens)
+        some = replace(match, tokens=tokens, tiers=match.tiers[:chunks], unknown=False)
+        nbytes = match.tiers[first:chunks].count(tier) * self._chunk[1]
+        reading = self.costs.begin(tier, nbytes, 0.0)
+        work = self._desk.prefetch(some, _PROBE_SECONDS)
+
+        def ended(done: Future[int | None]) -> None:
+            there = (not done.cancelled() and done.exception() is None and done.result()) or 0
+            self.costs.end(reading, tier, nbytes if there >= tokens else 0)
+
+        work.add_done_callback(ended)
+
+    def timed(self, match: Match, first: int, running: Future[Lease | None]) -> None:
+        """Learn from a fetch of chunks [first, ...) of a match when it ends."""
+        size, nbytes = self._chunk
+        below = Counter(one for one in match.tiers[first:] if one != "dram")
+        tier, count = below.most_common(1)[0] if below else ("", 0)
+        recompute = self.costs.recompute(first * size, match.tokens) if below else 0.0
+        reading = self.costs.begin(tier, count * nbytes, recompute)
+
+        def ended(done: Future[Lease | None]) -> None:
+            lease = None if done.cancelled() or done.exception() else done.result()
+            sources: Sequence[str] = () if lease is None else lease.sources
+            self._learn(reading, sources)
+
+        running.add_done_callback(ended)
+
+    def _learn(self, reading: Reading, sources: Sequence[str]) -> None:
+        came = Counter(one for one in sources if one != "dram")
+        tier, count = came.most_common(1)[0] if came else (reading.tier, 0)
+        seconds = self.costs.end(reading, tier, count * self._chunk[1])
+        metrics = self._desk.metrics
+        if came:
+            metrics.add("load_seconds", seconds, tier=tier)
+            metrics.set("prefill_seconds_per_token", self.costs.recompute(0, 1))
+            latency, rate = self.costs.figures()[tier]
+            metrics.set("tier_latency_seconds", latency, tier=tier)
+            metrics.set("tier_read_bytes_per_second", rate, tier=tier)
+        if reading.recompute and seconds > reading.recompute:
+            metrics.add("load_regret_seconds", seconds - reading.recompute, tier=reading.tier)

@@ -1,0 +1,338 @@
+"""Load or recompute: what each takes on this machine, learnt from what it took.
+
+A fetch tells how long a tier takes for so many bytes, the engine's steps how long the model takes
+for so many tokens. From both follows where loading a prompt stops paying: a tier reads each chunk
+in the same time, while attention makes each later one dearer to compute, so that within one tier
+either none of the chunks pays, or those up to its last. A cut is always where the tier changes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from kvtier.clock import Clock
+
+__all__ = ["Advice", "Costs", "Line", "Prefill", "Reading"]
+
+_OLD: Final = 0.7
+"""What an observation of a tier still weighs when the next one comes: weather changes fast."""
+
+_OLD_STEP: Final = 0.95
+"""The same of an engine's steps: its speed is the machine's."""
+
+_NEWS: Final = 0.5
+"""A read that took less than this part of what was expected: the tier is another than before."""
+
+_LEAST_SPAN: Final = 16
+"""Tokens of the longest span of a step that tells of prefill; shorter ones are decode steps."""
+
+_MEET: Final = 0.85
+"""Meeting in the middle must take at most this part of the best other way: it costs compute."""
+
+_PROBE_SECONDS: Final = 5.0
+_PROBE_MOST_SECONDS: Final = 80.0
+
+Choice = Literal["load", "cut", "recompute", "meet"]
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What to load of a prompt.
+
+    tokens: load up to here; what follows is to be computed. begin: the first token to load, while
+    the engine computes those before it; 0 when all are loaded first. seconds: what this is
+    estimated to take until the whole prompt is there, and recompute: without a load; 0 when one
+    of the two speeds is not known yet. skipped: the tier that lost, if one did.
+    """
+
+    choice: Choice
+    tokens: int
+    begin: int = 0
+    seconds: float = 0.0
+    recompute: float = 0.0
+    skipped: str = ""
+
+
+class Line:
+    """Seconds of a tier's reads as ``latency + bytes * per_byte``; least squares, old ones fading.
+
+    Not safe from several threads.
+    """
+
+    def __init__(self) -> None:
+        self.latency = self.per_byte = 0.0
+        self.known = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    def add(self, nbytes: int, seconds: float) -> None:
+        """Take note that `nbytes`, those queued before them included, took `seconds`."""
+        if self.known and seconds < _NEWS * self.seconds(nbytes):
+            self._forget()
+        for name, value in (
+            ("_n", 1.0),
+            ("_x", nbytes),
+            ("_y", seconds),
+            ("_xx", nbytes * nbytes),
+            ("_xy", nbytes * seconds),
+        ):
+            setattr(self, name, getattr(self, name) * _OLD + value)
+        self.known = True
+        spread = self._n * self._xx - self._x * self._x
+        # Sizes that hardly differ tell nothing of the latency: all of it is the rate's then.
+        if spread > 0.01 * self._n * self._xx:
+            self.per_byte = max((self._n * self._xy - self._x * self._y) / spread, 0.0)
+            self.latency = (self._y - self.per_byte * self._x) / self._n
+        else:
+            self.latency = -1.0
+        if self.latency < 0:
+            self.latency, self.per_byte = 0.0, self._xy / self._xx
+
+    def seconds(self, nbytes: int) -> float:
+        """Return what so many bytes are estimated to take."""
+        return self.latency + nbytes * self.per_byte
+
+
+class Prefill:
+    """Seconds of the tokens [start, stop) of a prompt: ``a * tokens + b * pairs``.
+
+    pairs: of a token and one that it attends to. Least squares of the relative errors.
+    Not safe from several threads.
+    """
+
+    def __init__(self) -> None:
+        self.per_token = self.per_pair = 0.0
+        self._tt = self._tp = self._pp = self._t = self._p = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether there was a step to learn from."""
+        return self._tt > 0
+
+    def add(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Take note that a step of these spans of tokens, one of each request, took `seconds`."""
+        if seconds <= 0 or max((stop - start for start, stop in spans), default=0) < _LEAST_SPAN:
+            return
+        tokens = sum(stop - start for start, stop in spans) / seconds
+        pairs = sum(_pairs(start, stop) for start, stop in spans) / seconds
+        for name, value in (
+            ("_tt", tokens * tokens),
+            ("_tp", tokens * pairs),
+            ("_pp", pairs * pairs),
+            ("_t", tokens),
+            ("_p", pairs),
+        ):
+            setattr(self, name, getattr(self, name) * _OLD_STEP + value)
+        spread = self._tt * self._pp - self._tp * self._tp
+        a = b = -1.0
+        if spread > 1e-6 * self._tt * self._pp:
+            a = (self._t * self._pp - self._p * self._tp) / spread
+            b = (self._p * self._tt - self._t * self._tp) / spread
+        if a < 0 or b < 0:
+            a, b = self._t / self._tt, 0.0
+        self.per_token, self.per_pair = a, b
+
+    def seconds(self, start: int, stop: int) -> float:
+        """Return what computing these tokens is estimated to take."""
+        return (stop - start) * self.per_token + _pairs(start, stop) * self.per_pair
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A read from below DRAM that is under way.
+
+    tier: that most is read from; "" while nobody knows. nbytes: what is read there; queued: that,
+    and what was before it. recompute: seconds that computing instead is estimated to take.
+    """
+
+    tier: str
+    nbytes: int
+    queued: int
+    began: float
+    recompute: float
+
+
+class Costs:
+    """The estimates of one cache. Memory only, and safe from any thread."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._tiers: dict[str, Line] = {}
+        self._queued: dict[str, int] = {}
+        self._prefill = Prefill()
+        self._probes: dict[str, tuple[float, float]] = {}  # when the next is due, and its interval
+
+    # ---- what was seen
+
+    def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Take note of a step: it computed tokens [start, stop) of some requests."""
+        with self._lock:
+            self._prefill.add(spans, seconds)
+
+    def begin(self, tier: str, nbytes: int, recompute: float) -> Reading:
+        """Take note that a read begins; see Reading."""
+        with self._lock:
+            queued = self._queued[tier] = self._queued.get(tier, 0) + nbytes
+        return Reading(tier, nbytes, queued, self._clock(), recompute)
+
+    def end(self, reading: Reading, tier: str, arrived: int) -> float:
+        """Take note that a read has ended, and `arrived` bytes of `tier` are here.
+
+        Returns its seconds. One that brought nothing says nothing of a tier's speed.
+        """
+        seconds = self._clock() - reading.began
+        with self._lock:
+            self._queued[reading.tier] -= reading.nbytes
+            if arrived > 0:
+                before = reading.queued - reading.nbytes if tier == reading.tier else 0
+                self._tiers.setdefault(tier, Line()).add(before + arrived, seconds)
+        return seconds
+
+    # ---- what follows
+
+    def figures(self) -> Mapping[str, tuple[float, float]]:
+        """Return latency in seconds, and bytes a second, of each tier that was read."""
+        with self._lock:
+            return {
+                name: (line.latency, 1 / line.per_byte if line.per_byte else 0.0)
+                for name, line in self._tiers.items()
+            }
+
+    def recompute(self, start: int, stop: int) -> float:
+        """Return the seconds that computing tokens [start, stop) takes; 0 when not known yet."""
+        with self._lock:
+            return self._prefill.seconds(start, stop)
+
+    def advise(
+        self,
+        tiers: Sequence[str],
+        computed: int,
+        tokens: int,
+        chunk: tuple[int, int],
+        *,
+        whole: bool,
+        meet: bool,
+    ) -> Advice:
+        """Say what of a match to load.
+
+        tiers: of each chunk that is matched; computed: tokens that the engine has; tokens: those
+        of the match. chunk: its tokens, and bytes. whole: any part of the match is usable too,
+        as of a model of full attention. meet: the engine can compute while it loads.
+        A tier, or a model, whose speed is not known yet is given a try.
+        """
+        with self._lock:
+            first = computed // chunk[0]
+            ahead = tuple(tiers[first:])
+            if not self._prefill.known or ahead.count("dram") == len(ahead):
+                return Advice("load", tokens)
+            ends = self._ends(tiers, first, chunk[1])
+            if ends is None:
+                return Advice("load", tokens)
+            recompute = self._prefill.seconds(computed, tokens)
+            best, stop = recompute, first
+            for end, load in ends if whole else ends[-1:]:
+                rest = self._prefill.seconds(min(end * chunk[0], tokens), tokens)
+                if load + rest <= best:
+                    best, stop = load + rest, end
+            if whole and meet:
+                begin, seconds = self._middle(tiers, computed, chunk)
+                if begin and seconds <= _MEET * best:
+                    return Advice("meet", tokens, begin, seconds, recompute)
+            cut = min(max(stop * chunk[0], computed), tokens)
+            if cut == tokens:
+                return Advice("load", tokens, 0, best, recompute)
+            choice: Choice = "cut" if stop > first else "recompute"
+            return Advice(choice, cut, 0, best, recompute, tiers[stop])
+
+    def _ends(
+        self, tiers: Sequence[str], first: int, nbytes: int
+    ) -> list[tuple[int, float]] | None:
+        """Return the chunks where a load may end best, and the seconds to load up to there.
+
+        Those are the ends of runs of one tier and, since tiers are read beside each other and the
+        slowest counts, where a run begins to take longer than what is before it. None: one tier
+        is not known.
+        """
+        ends: list[tuple[int, float]] = []
+        read: dict[str, int] = {}
+        end = first
+        slowest = 0.0
+        for tier, run in itertools.groupby(tiers[first:]):
+            count = len(tuple(run))
+            end += count
+            if tier != "dram":
+                line = self._tiers.get(tier)
+                if line is None or not line.known:
+                    return None
+                before = read.get(tier, self._queued.get(tier, 0))
+                read[tier] = before + count * nbytes
+                free = _chunks_within(line, slowest, before, nbytes)
+                if 0 <= free < count:  # a load ends before that chunk, or with it, or far behind
+                    start = end - count + free
+                    over = line.seconds(before + (free + 1) * nbytes)
+                    ends += [(start, slowest), (start + 1, max(slowest, over))]
+                slowest = max(slowest, line.seconds(read[tier]))
+            ends.append((end, slowest))
+        return ends
+
+    def _middle(
+        self, tiers: Sequence[str], computed: int, chunk: tuple[int, int]
+    ) -> tuple[int, float]:
+        """Return where a load from the back meets the engine that computes from the front.
+
+        With the seconds until then; 0 and no time for a match that is no single tier's.
+        """
+        first, stop = computed // chunk[0], len(tiers)
+        tier = tiers[-1]
+        alone = tuple(tiers[first:]).count(tier) == stop - first
+        if computed % chunk[0] or not alone or tier == "dram":
+            return 0, 0.0
+        line, queued = self._tiers[tier], self._queued.get(tier, 0)
+
+        def both(at: int) -> tuple[float, float]:
+            load = line.seconds((stop - at) * chunk[1] + queued)
+            return self._prefill.seconds(computed, at * chunk[0]), load
+
+        low, high = first + 1, stop - 1  # the first chunk that takes longer to compute to
+        while low < high:
+            middle = (low + high) // 2
+            compute, load = both(middle)
+            low, high = (low, middle) if compute >= load else (middle + 1, high)
+        if low >= stop:
+            return 0, 0.0
+        best = min((max(both(at)), at) for at in (max(low - 1, first + 1), low))
+        return best[1] * chunk[0], best[0]
+
+    # ---- tiers that lose
+
+    def probe_due(self, tier: str) -> bool:
+        """Say whether a tier that is skipped is to be tried again now; then the next is later."""
+        now = self._clock()
+        with self._lock:
+            due, interval = self._probes.get(tier, (now, _PROBE_SECONDS))
+            if now < due:
+                return False
+            self._probes[tier] = (now + interval, min(2 * interval, _PROBE_MOST_SECONDS))
+            return True
+
+    def wins(self, tier: str) -> None:
+        """Take note that a tier is worth loading from: when it loses next, try again soon."""
+        with self._lock:
+            self._probes.pop(tier, None)
+
+
+def _chunks_within(line: Line, seconds: float, before: int, nbytes: int) -> int:
+    """Return how many chunks a tier reads in that time, `before` bytes apart."""
+    left = seconds - line.seconds(before)
+    return int(left / (line.per_byte * nbytes) + 1e-9) if left > 0 and line.per_byte else 0
+
+
+def _pairs(start: int, stop: int) -> float:
+    return (stop * stop - start * start) / 2
