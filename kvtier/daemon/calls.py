@@ -135,7 +135,7 @@ class Calls:
             self._depot.leave(flush=False)
             raise ConfigError("this daemon has served too many namespaces; start it anew")
         try:
-            self._check_ranks(owner, shape)
+            self._check_ranks(session, owner, shape)
         except ConfigError:
             self._depot.leave(flush=False)
             raise
@@ -143,13 +143,13 @@ class Calls:
         session.desks[desk.number] = desk
         reply(answers.Joined(desk.number, owner))
 
-    def _check_ranks(self, owner: int, shape: Shape) -> None:
-        """Refuse ranks that would share nothing with those that a namespace is served to.
+    def _check_ranks(self, joining: Session, owner: int, shape: Shape) -> None:
+        """Refuse ranks that would share nothing with those that another client's namespace has.
 
         Each would fill the memory with parts that the other cannot use, and wonder about misses.
         """
         for session in self._sessions.values():
-            for desk in session.desks.values():
+            for desk in session.desks.values() if session is not joining else ():
                 if desk.owner == owner and not set(desk.shape.names) & set(shape.names):
                     raise ConfigError(
                         f"this daemon serves the KV of this model in {_split(desk.shape)}; an "
