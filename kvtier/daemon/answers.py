@@ -18,7 +18,6 @@ __all__ = [
     "Leased",
     "Matched",
     "Progress",
-    "Ready",
     "Removed",
     "Resend",
     "Reserved",
@@ -146,12 +145,6 @@ class Resend(Message):
     """The daemon does not have this prompt's keys (any more): ask again, with them."""
 
     KIND = 75
-
-
-class Ready(Message):
-    """Nothing to say: what was asked is done."""
-
-    KIND = 76
 
 
 class Failed(Message):

@@ -176,9 +176,9 @@ class Calls:
 
     def _resume(self, session: Session, message: messages.Resume, reply: Reply) -> None:
         del reply
-        if len(message.plans) % 16:
+        if len(message.plans) % 8:
             raise ProtocolError(f"{len(message.plans)} bytes are no plans")
-        plans = np.frombuffer(message.plans, "<u8").reshape(-1, 2)[:, 1]
+        plans = np.frombuffer(message.plans, "<u8")
         self.let_go(session)
         self._outs.resume(session.token, frozenset(plans.tolist()))
 
@@ -189,7 +189,7 @@ class Calls:
     def _desk(session: Session, number: int) -> LocalDesk:
         desk = session.desks.get(number)
         if desk is None:
-            raise MisuseError(f"this session has no desk {number}; say Join")
+            raise MisuseError(f"this session has no desk {number} at this server; say Join")
         return desk
 
     def _prefix(

@@ -191,7 +191,7 @@ class RemoteDesk(Orders):
             raise MisuseError("this lease is of another cache; each plans its own")
         found = self._ask(
             messages.Issue(0, lease.number),
-            Ask(only=lease.up, note=self._note, late=self._unissue),
+            Ask(only=lease.up, note=self._note, late=_unissue),
         )
         plan = found[1].value if found and isinstance(found[1], answers.Count) else 0
         if not plan and found is not None:
@@ -214,7 +214,7 @@ class RemoteDesk(Orders):
         some = None if all(len(each) == parts for each in places) else [list(p) for p in places]
         terms = [(term.priority, term.seconds) for term in kept]
         asked = messages.Reserve(0, NO_PROMPT, min(int(first), len(prefix.keys)), some, terms)
-        found = self._ask(asked, Ask(prefix, note=self._note, late=self._unissue))
+        found = self._ask(asked, Ask(prefix, note=self._note, late=_unissue))
         up, reply = found or (None, None)
         if up is None or not isinstance(reply, answers.Reserved):
             return nothing
@@ -238,10 +238,6 @@ class RemoteDesk(Orders):
         plan = reply.value if isinstance(reply, answers.Count) else getattr(reply, "plan", 0)
         if plan:
             self.link.out[up.era, plan] = self
-
-    def _unissue(self, up: Up, reply: Any) -> Message | None:
-        plan = reply.value if isinstance(reply, answers.Count) else getattr(reply, "plan", 0)
-        return messages.Settle(0, up.era.generation, plan, ok=False) if plan else None
 
     def arena_of(self, issued: Issued) -> int:
         """See Desk."""
@@ -282,6 +278,11 @@ def _unlease(_up: Up, reply: Any) -> Message | None:
     if isinstance(reply, answers.Leased) and reply.lease:
         return messages.Release(reply.lease)
     return None
+
+
+def _unissue(_up: Up, reply: Any) -> Message | None:
+    plan = reply.value if isinstance(reply, answers.Count) else getattr(reply, "plan", 0)
+    return messages.Settle(plan, ok=False) if plan else None
 
 
 def _count(_up: Up, reply: Message | None) -> int | None:

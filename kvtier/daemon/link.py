@@ -234,7 +234,7 @@ class Link:
         if self._closed:
             stand_down(self.path, self._hello(), self.out)
         if up is not None and up.era.arena == era.arena:
-            self.post(up, seat, Settle(0, era.generation, plan, ok))
+            self.post(up, seat, Settle(plan, ok))
 
     def _pump(self) -> None:
         """Send what stands in the outbox, unless somebody who holds the turn will."""
@@ -346,7 +346,7 @@ class Link:
         self._pump()  # what was said in between
 
     def _hello(self) -> Hello:
-        return Hello(self._session, self._engine, "scheduler", 0, self.arena.id)
+        return Hello(self._session, self._engine, "scheduler")
 
     def _resume(self, up: Up) -> dict[tuple[Era, int], Seat]:
         """Say which plans are out; those of an arena that is gone are over."""

@@ -95,16 +95,13 @@ class Hello(Message):
     """The first message of a connection; the client's pidfd comes with it.
 
     session: 16 bytes that the client has drawn; its further connections name the same. engine:
-    that it serves; its ranks name the same. generation, arena: what it knows from an earlier
-    Welcome, or 0.
+    that it serves; its ranks name the same.
     """
 
     KIND = 1
     session: _Token
     engine: Short
     role: Literal["scheduler", "worker"]
-    generation: Number
-    arena: Number
 
 
 class Join(Message):
@@ -140,9 +137,8 @@ class Bye(Message):
 class Resume(Message):
     """What of a session still stands after a break, said right after Welcome. No answer.
 
-    plans: that are out still, of each its generation and its id as unsigned 64-bit numbers,
-    little-endian. All its other plans have ended, of whatever generation, and so have all leases,
-    pins and desks that it had.
+    plans: ids of those that are out still, as unsigned 64-bit numbers, little-endian. All its other
+    plans have ended, of whichever server, and so have all leases, pins and desks that it had.
     """
 
     KIND = 5
@@ -243,14 +239,9 @@ class Reserve(Message):
 
 
 class Settle(Message):
-    """A plan's copies have ended everywhere. No answer.
-
-    generation: of the daemon that issued it. ok: whether what it saved is whole.
-    """
+    """A plan's copies have ended everywhere. No answer. ok: whether what it saved is whole."""
 
     KIND = 18
-    desk: Number
-    generation: Number
     plan: Number
     ok: bool
 
@@ -259,7 +250,6 @@ class Ended(Message):
     """From a worker: this plan's copies have ended here, or will never begin. No answer."""
 
     KIND = 19
-    generation: Number
     plan: Number
 
 

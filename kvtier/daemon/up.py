@@ -137,7 +137,7 @@ class Up:
 
 def resuming(out: Iterable[tuple[Era, int]]) -> Resume:
     """Return what says which plans of a session are out, and that nothing else of it stands."""
-    return Resume(np.array([(era.generation, plan) for era, plan in list(out)], "<u8").tobytes())
+    return Resume(np.array([plan for _, plan in list(out)], "<u8").tobytes())
 
 
 def stand_down(path: str, hello: Hello, out: Iterable[tuple[Era, int]]) -> None:

@@ -19,7 +19,6 @@ from kvtier.copier import Pages
 from kvtier.daemon.frames import encode
 from kvtier.daemon.mapped import MappedArena
 from kvtier.daemon.messages import Ended, Hello
-from kvtier.daemon.out import PLAN_BITS
 from kvtier.daemon.place import check_path, rendezvous
 from kvtier.daemon.tether import Tether
 from kvtier.daemon.wire import Wire, connect, wait_for_daemon
@@ -80,7 +79,7 @@ class Worker:
         if os.getpid() != self._pid:
             raise MisuseError("a rank's connection does not cross fork; bind in the child")
         with self._lock:
-            self._unsaid.append(Ended(plan >> PLAN_BITS, plan))
+            self._unsaid.append(Ended(plan))
             self._say()
             if self._unsaid and self._tether is not None:
                 self._tether.poke()
@@ -120,7 +119,7 @@ class Worker:
 
     def _come_up(self, until: float) -> None:
         """Say hello, and map the arena if it is another. Raises OSError and KvtierError."""
-        hello = Hello(self._session, self.engine, "worker", 0, self.arena.id)
+        hello = Hello(self._session, self.engine, "worker")
         wire, welcome, fd = connect(self.path, hello, until)
         if welcome.arena == self.arena.id:
             os.close(fd)

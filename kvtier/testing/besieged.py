@@ -161,8 +161,6 @@ class Besieged:
                 aimed[field] = self._desk  # the honest client's
             elif self._numbers.get(field):
                 aimed[field] = random.choice(self._numbers[field])
-            elif field == "generation":
-                aimed[field] = self.sessions.welcome.generation
             elif field == "prompt" and random.random() < 0.5:
                 known = [PROMPT, *map(_prompt, self._saved)]
                 # Whoever knows the keys of another namespace could as well write into its slots.
@@ -208,8 +206,7 @@ class Besieged:
         for chunk, slot in zip(np.frombuffer(reserved.chunks, "<u4").tolist(), slots, strict=True):
             self._view(slot)[:] = _content(keys[chunk])
         whole = not reserved.refused
-        generation = self.sessions.welcome.generation
-        self._tell(messages.Settle(self._desk, generation, reserved.plan, ok=True))
+        self._tell(messages.Settle(reserved.plan, ok=True))
         return whole
 
     def _load(self, keys: list[bytes]) -> None:
@@ -226,8 +223,7 @@ class Besieged:
         self._tell(messages.Release(lease.lease))
         for key, slot in zip(keys, unpack_slots(lease.slots), strict=False):
             assert (self._view(slot) == _content(key)).all(), "wrong bytes"
-        generation = self.sessions.welcome.generation
-        self._tell(messages.Settle(self._desk, generation, plan, ok=True))
+        self._tell(messages.Settle(plan, ok=True))
 
     def _match(self, keys: list[bytes]) -> answers.Matched:
         return self._ask(messages.Match(self._desk, _prompt(keys)), answers.Matched)
@@ -261,7 +257,7 @@ class Besieged:
 
     def _hello(self, process: Process) -> Session:
         token = self._random.randbytes(16)
-        return self.sessions.hello(messages.Hello(token, "", "scheduler", 0, 0), process)
+        return self.sessions.hello(messages.Hello(token, "", "scheduler"), process)
 
     def held(self) -> int:
         """Return what is held when the hostile client is gone and nothing is under way. Waits."""

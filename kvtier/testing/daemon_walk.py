@@ -287,8 +287,7 @@ class Walk:
         mine = [plan for plan in self.plans if plan.client is client]
         kept = [plan for plan in mine if self.random.random() < 0.5]
         self.plans = [plan for plan in self.plans if plan not in mine or plan in kept]
-        numbers = [number for plan in kept for number in (plan.number >> 40, plan.number)]
-        data = b"".join(number.to_bytes(8, "little") for number in numbers)
+        data = b"".join(plan.number.to_bytes(8, "little") for plan in kept)
         client.told(messages.Resume(data))
         client.join()
         self.leases[client].clear()

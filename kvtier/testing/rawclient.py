@@ -20,7 +20,7 @@ M = TypeVar("M", bound=Message)
 
 def hello(session: bytes = bytes(16), engine: str = "engine") -> Hello:
     """Return a client's first message."""
-    return Hello(session, engine, "scheduler", 0, 0)
+    return Hello(session, engine, "scheduler")
 
 
 class RawClient:

@@ -123,7 +123,7 @@ class Client:
     ) -> None:
         self.daemon = daemon
         self.process = process
-        self.hello = messages.Hello(token, engine, role, 0, 0)
+        self.hello = messages.Hello(token, engine, role)
         self.desk = 0
         self.slots: list[Slot] = []
         self.connect()
@@ -203,11 +203,11 @@ class Client:
 
     def settle(self, plan: int, *, ok: bool = True) -> None:
         """Say that a plan's copies have ended."""
-        self.told(messages.Settle(self.desk, plan >> 40, plan, ok))
+        self.told(messages.Settle(plan, ok))
 
     def ended(self, plan: int) -> None:
         """Say, as a worker, that this process executes a plan no more."""
-        self.told(messages.Ended(plan >> 40, plan))
+        self.told(messages.Ended(plan))
 
     def slots_of(self, text: str, chunks: int) -> list[Slot]:
         """Return the slots of a prompt that is in DRAM."""

@@ -64,7 +64,7 @@ class Probe:
         self._socket.connect(str(self._path))
         pidfd = os.pidfd_open(os.getpid())
         try:
-            hello = encode(Hello(self._session, "probe", "scheduler", 0, 0), 1)
+            hello = encode(Hello(self._session, "probe", "scheduler"), 1)
             socket.send_fds(self._socket, [hello], [pidfd])
         finally:
             os.close(pidfd)

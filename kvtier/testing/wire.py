@@ -47,7 +47,7 @@ PROMPT: Final = Prompt(tokens=600, chunks=2, last=_KEYS[32:], keys=_KEYS)
 """A prompt of two chunks."""
 
 SAMPLES: Final[tuple[Message, ...]] = (
-    messages.Hello(bytes(range(16)), "engine-0", "scheduler", 3, 4),
+    messages.Hello(bytes(range(16)), "engine-0", "scheduler"),
     messages.Join("model", _GEOMETRY, "main", b"\x01\x02", "fp8", "none", "draft", "tenant", 2, 3),
     messages.Leave(7),
     messages.Bye(),
@@ -60,8 +60,8 @@ SAMPLES: Final[tuple[Message, ...]] = (
     messages.Renew(9, 1.0),
     messages.Issue(7, 9),
     messages.Reserve(7, PROMPT, 1, [[0, 2], []], [(5, 60.0), (-100, math.inf)]),
-    messages.Settle(7, 3, 11, ok=True),
-    messages.Ended(3, 11),
+    messages.Settle(11, ok=True),
+    messages.Ended(11),
     messages.Loaded(7, PROMPT, {"dram": 256, "lmdb": 256}, 1),
     messages.Invalidate(7, PROMPT, 1, 5.0),
     messages.Purge(7, bytes(range(32)), 600.0),
@@ -84,7 +84,6 @@ SAMPLES: Final[tuple[Message, ...]] = (
     answers.Explained(_EXPLAINED),
     answers.Answer({"kvtier_hit_tokens": 512.0}),
     answers.Resend(),
-    answers.Ready(),
     answers.Failed("MisuseError", "no such desk"),
     answers.Closing(),
     answers.Healthy({"lmdb": "every call hangs"}),

@@ -170,7 +170,7 @@ def test_a_copy_in_flight_keeps_its_memory_until_it_has_ended(daemon):
         (HEADER.pack(b"KV", 2, 64, 0, 1), "protocol version 2; this kvtier speaks 1"),
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "another program's socket"),
         (HEADER.pack(b"KV", 1, 64, 1 << 30, 1), "at most"),
-        (HEADER.pack(b"KV", 1, 76, 1, 1) + b"\x90", "is no welcome"),
+        (HEADER.pack(b"KV", 1, 75, 1, 1) + b"\x90", "is no welcome"),
     ],
 )
 def test_who_speaks_something_else_is_refused(tmp_path, answer, says):

@@ -282,7 +282,7 @@ def test_a_client_that_never_reads_is_dropped_and_others_are_served(supervised):
     one.start()
     with RawClient(one.path) as client, RawClient(one.path) as other:
         client.greet()
-        other.greet(Hello(b"another session!", "other", "scheduler", 0, 0))
+        other.greet(Hello(b"another session!", "other", "scheduler"))
         frame = encode(Figures(), 1) * 64
         with pytest.raises(ConnectionError):
             for_ever(client.sock.sendall, frame)

@@ -209,9 +209,9 @@ def test_a_message_that_is_too_long_is_not_sent():
     [
         messages.Leave(-1),
         messages.Leave(1 << 63),
-        messages.Hello(bytes(15), "", "scheduler", 0, 0),
-        messages.Hello(bytes(16), "x" * 257, "scheduler", 0, 0),
-        messages.Hello(bytes(16), "", "operator", 0, 0),  # type: ignore[arg-type]
+        messages.Hello(bytes(15), "", "scheduler"),
+        messages.Hello(bytes(16), "x" * 257, "scheduler"),
+        messages.Hello(bytes(16), "", "operator"),  # type: ignore[arg-type]
         messages.Renew(9, float("nan")),
         messages.Renew(9, float("inf")),
         messages.Renew(9, -1.0),

@@ -222,7 +222,7 @@ def test_another_engines_rank_ends_nothing(daemon, client, plan):
 
 
 def standing(*plans: int) -> bytes:
-    return b"".join(struct.pack("<QQ", plan >> 40, plan) for plan in plans)
+    return struct.pack(f"<{len(plans)}Q", *plans)
 
 
 def test_a_client_that_comes_back_says_which_plans_stand(daemon, client):

@@ -212,8 +212,8 @@ NAN = math.nan
 @pytest.mark.parametrize(
     "message",
     [
-        lambda _: answers.Ready(),
-        lambda _: messages.Hello(bytes(16), "", "scheduler", 0, 0),
+        lambda _: answers.Resend(),
+        lambda _: messages.Hello(bytes(16), "", "scheduler"),
         lambda desk: messages.Lease(desk, prompt("a", 3), 4 * CHUNK, 0, 5.0),
         lambda desk: messages.Fetch(desk, prompt("a", 3), CHUNK, 4, False, 0, 5.0, 5.0, False),
         lambda desk: messages.Prefetch(desk, prompt("a", 3), 1 << 62, 0, False, 5.0),

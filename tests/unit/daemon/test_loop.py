@@ -268,7 +268,7 @@ def test_an_answer_too_long_to_send_is_a_failure_that_says_so(served, monkeypatc
 def test_what_a_client_said_before_it_closed_counts():
     """It may have settled plans: their slots would stay out until its process ends."""
     ours, theirs = socket.socketpair()
-    theirs.sendall(encode(Hello(bytes(16), "", "scheduler", 0, 0), 1))
+    theirs.sendall(encode(Hello(bytes(16), "", "scheduler"), 1))
     theirs.close()
     connection: Connection[None] = Connection(ours)
     connection.send(b"an answer that nobody takes")
