@@ -330,6 +330,7 @@ class Server:
         except ProtocolError as error:
             frame = encode(Failed("ProtocolError", str(error)), number)
         if threading.get_ident() == self._thread:
+            self._send_posted()  # an answer does not overtake what was said before it
             self._send(connection, frame)
         else:
             self._posted.append((connection, frame))

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvtier.clock import monotonic
-from kvtier.daemon.answers import Answer, Told, Welcome
+from kvtier.daemon.answers import Answer, Progress, Told, Welcome
 from kvtier.daemon.limits import Limits
 from kvtier.daemon.loop import Server
 from kvtier.daemon.messages import (
@@ -22,6 +22,7 @@ from kvtier.daemon.messages import (
     Message,
     Release,
     Renew,
+    Unpin,
 )
 from kvtier.daemon.process import Process
 from kvtier.errors import MisuseError, ProtocolError
@@ -59,6 +60,11 @@ class LoopSessions:
             case Leave():
                 for _ in range(2000):  # 120 MB
                     reply(Answer({_BLOCK: 1.0}))
+            case Unpin():
+                other = threading.Thread(target=lambda: reply(Progress(1)))
+                other.start()
+                other.join()
+                reply(Told(value=True))
             case Renew():
                 raise MisuseError("no such lease")
             case Bypass():

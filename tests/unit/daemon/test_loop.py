@@ -12,11 +12,21 @@ from pathlib import Path
 import pytest
 
 from kvtier.daemon import process as processes
-from kvtier.daemon.answers import Answer, Closing, Count, Failed, Told, Welcome
+from kvtier.daemon.answers import Answer, Closing, Count, Failed, Progress, Told, Welcome
 from kvtier.daemon.connection import Connection
 from kvtier.daemon.frames import HEADER, encode
 from kvtier.daemon.limits import Limits
-from kvtier.daemon.messages import Bye, Bypass, Figures, Flush, Hello, Leave, Release, Renew
+from kvtier.daemon.messages import (
+    Bye,
+    Bypass,
+    Figures,
+    Flush,
+    Hello,
+    Leave,
+    Release,
+    Renew,
+    Unpin,
+)
 from kvtier.testing.daemonloop import RunningLoop, soon
 from kvtier.testing.rawclient import RawClient, hello
 
@@ -191,6 +201,13 @@ def test_another_user_is_refused_and_told_what_to_do(tmp_path, monkeypatch):
         assert running.sessions.open == 0
     finally:
         running.end()
+
+
+def test_an_answer_does_not_overtake_what_another_thread_said_before(served):
+    with RawClient(served.path) as client:
+        client.greet()
+        client.say(Unpin(1), 5)
+        assert [client.read() for _ in range(2)] == [(Progress(1), 5), (Told(value=True), 5)]
 
 
 def test_a_defect_ends_one_connection(served, caplog):
