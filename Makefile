@@ -6,7 +6,7 @@ SHELL := bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench sim campaign fuzz engines soak device clean
+.PHONY: help setup demo test check bench sim campaign fuzz engines soak device crash clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -80,12 +80,15 @@ engines: $(ENGINES)/.engines-done  ## run the cases of real vLLM, in a venv of i
 soak: setup  ## 64 clients on a daemon for ten minutes, all killed and stopped, into soak.json
 	@$(BIN)/python -m kvtier.testing.soak --seconds 600 --clients 64 --json soak.json
 
+crash: setup  ## kill, cut off and damage an NVMe store, thousands of times, into crash.json
+	@$(BIN)/python -m kvtier.testing.crash --json crash.json
+
 device: setup  ## hazards of copies on 1,000 schedules, the copy kernel and its mutants, into device.json
 	@$(BIN)/python -m kvtier.testing.device --schedules 1000 --json device.json
 
 clean:  ## remove what was built and cached, but not the venvs
 	@rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	rm -f demo.json bench-*.json bench-*.png sim.json campaign.json fuzz.json soak.json device.json
+	rm -f demo.json bench-*.json bench-*.png sim.json campaign.json fuzz.json soak.json device.json crash.json
 	find . \( -path ./$(VENV) -o -path ./$(ENGINES) \) -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf
 
 $(VENV)/.setup-done: pyproject.toml constraints.txt

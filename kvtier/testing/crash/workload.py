@@ -1,0 +1,195 @@
+"""What is written to the store that is crashed, and what may be found there afterwards.
+
+A writer notes each intention with a small letter before it calls the store, and each OK with a
+capital one after it: ``w 3 17`` begins to write version 17 of name 3, ``W 3 17`` is its OK, ``d``
+and ``D`` are deletions. ``C`` says that by the mode's word all before it is durable.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from msgspec import structs
+
+from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
+from kvtier.storage_backends.slab import FileIO
+from kvtier.testing.records import make_record
+from kvtier.tiers.store import Status, Write
+
+__all__ = [
+    "CAPACITY",
+    "GONE",
+    "NAMES",
+    "Clock",
+    "Told",
+    "log_of",
+    "open_store",
+    "prefill",
+    "record_of",
+    "told",
+    "work",
+]
+
+CAPACITY: Final = 3 << 20
+NAMES: Final = 24
+GONE: Final = -1
+_SIZES: Final = (5_000, 90_000, 30_000, 5_000)
+_BATCH: Final = 3
+
+
+class Clock:
+    """A clock that stands until it is set."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        """Return the seconds."""
+        return self.now
+
+
+@functools.cache
+def record_of(number: int, version: int) -> Write:
+    """Return the record that is version `version` of name `number`; its depth tells both.
+
+    All versions of a name have one size, and bytes of their own.
+    """
+    record = make_record(number, _SIZES[number % len(_SIZES)] + number, version=version)
+    return Write(structs.replace(record.header, depth=NAMES * version + number), record.data)
+
+
+def log_of(folder: Path) -> Path:
+    """Return where the notes of the writer of a folder are."""
+    return folder.with_suffix(".log")
+
+
+def open_store(
+    folder: Path, durability: str, io: FileIO | None = None, clock: Clock | None = None
+) -> LmdbSlabStore:
+    """Open the store of a folder."""
+    return LmdbSlabStore(folder, CAPACITY, durability=durability, io=io, clock=clock or Clock())
+
+
+# ---- writing
+
+
+def work(folder: Path, durability: str, turns: int, seed: int, io: FileIO | None = None) -> None:
+    """Open a store, write, replace and delete in it, and close it; note it in its log.
+
+    It is the writer that gets killed, so it starts no threads.
+    """
+    log = os.open(log_of(folder), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    clock = Clock()
+    try:
+        writer = _Writer(open_store(folder, durability, io, clock), log, clock, seed)
+        for turn in range(turns):
+            writer.turn(turn)
+        writer.store.close()
+        os.write(log, b"C\n")
+    finally:
+        os.close(log)
+
+
+def prefill(folder: Path, durability: str) -> None:
+    """Make a store that is nearly full, so that later writers find something to lose."""
+    work(folder, durability, 16, 0)
+
+
+class _Writer:
+    def __init__(self, store: LmdbSlabStore, log: int, clock: Clock, seed: int) -> None:
+        self.store = store
+        self._log = log
+        self._clock = clock
+        self._choose = random.Random(seed)
+        self._there = [header.depth % NAMES for header in store.scan()]
+        self._version = 1000 * seed
+
+    def turn(self, turn: int) -> None:
+        """Write one record, or several at once; delete one in some turns."""
+        count = _BATCH if turn % 5 == 2 else 1
+        numbers = self._choose.sample(range(NAMES), count)
+        self._write(numbers)
+        if turn % 4 == 3 and self._there:
+            self._delete(self._choose.choice(self._there))
+        self._clock.now += 0.1
+        if turn % 3 == 2:
+            self._clock.now += 1.0  # longer than ``batch`` lets anything wait
+            self.store.delete_many([])
+            os.write(self._log, b"C\n")
+
+    def _write(self, numbers: Sequence[int]) -> None:
+        self._version += 1
+        version, left = self._version, list(numbers)
+        while left:
+            os.write(self._log, b"".join(b"w %d %d\n" % (number, version) for number in left))
+            said = self.store.write_many([record_of(number, version) for number in left])
+            done = [
+                number for number, status in zip(left, said, strict=True) if status is Status.OK
+            ]
+            os.write(self._log, b"".join(b"W %d %d\n" % (number, version) for number in done))
+            self._there = [other for other in self._there if other not in done] + done
+            left = [number for number in left if number not in done]
+            if left:
+                assert Status.FAILED not in said, said
+                assert self._there, "it is full of nothing"
+                self._delete(self._there[0])
+
+    def _delete(self, number: int) -> None:
+        os.write(self._log, b"d %d -1\n" % number)
+        if self.store.delete_many([record_of(number, 0).header.id]) == [Status.OK]:
+            os.write(self._log, b"D %d -1\n" % number)
+        self._there.remove(number)
+
+
+# ---- judging
+
+
+@dataclass(slots=True)
+class Told:
+    """What the notes of a writer promise. durable: what must be found of a name, one of these.
+
+    written: every version that may ever be found. acked: acknowledged changes that are durable.
+    """
+
+    durable: dict[int, set[int]] = field(
+        default_factory=lambda: {number: {GONE} for number in range(NAMES)}
+    )
+    written: dict[int, set[int]] = field(
+        default_factory=lambda: {number: set() for number in range(NAMES)}
+    )
+    acked: int = 0
+
+
+def told(log: str, durability: str) -> Told:
+    """Read the notes of a writer that was killed."""
+    found = Told()
+    last: dict[int, int] = dict.fromkeys(range(NAMES), GONE)
+    waiting = 0
+    for verb, number, version in _lines(log):
+        if verb == "C":
+            found.durable = {name: {one} for name, one in last.items()}
+            found.acked += waiting
+            waiting = 0
+        elif verb.islower():
+            found.durable[number] |= {version}
+            found.written[number] |= {version} - {GONE}
+        else:
+            last[number] = version
+            waiting += 1
+            if durability == "each":
+                found.durable[number] = {version}
+                found.acked += waiting
+                waiting = 0
+    return found
+
+
+def _lines(log: str) -> Iterator[tuple[str, int, int]]:
+    for line in log.splitlines(keepends=True):
+        if line.endswith("\n"):  # or the writer was killed while it noted it
+            verb, *numbers = line.split()
+            yield verb, *(map(int, numbers) if numbers else (0, 0))

@@ -1,0 +1,109 @@
+"""The short form of ``make crash``: every kind of crash and damage, a few dozen times."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.storage_backends.slab_files import SegmentFiles
+from kvtier.testing.crash import campaign, damage, kills, power, workload
+from kvtier.testing.crash.campaign import SHORT, run, without_checksums
+from kvtier.testing.crash.tracing import CAN_FAIL, can_trace, trace
+
+traced = pytest.mark.skipif(
+    not can_trace(), reason="this system does not let a process trace its children"
+)
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """Return a folder, in memory where there is any: much is copied and synced."""
+    with tempfile.TemporaryDirectory(dir=campaign.in_memory()) as name:
+        yield Path(name)
+
+
+@pytest.mark.timeout(180)
+def test_a_few_dozen_of_each() -> None:
+    totals = run(SHORT, 2, lambda *_: None)
+    found = totals.summary()
+    assert totals.notes == []
+    assert found["wrong_bytes"] == found["process_deaths"] == found["acked_durable_lost"] == 0
+    assert found["flips"] > 400
+    assert found["kill_points"] >= 48
+    assert found["acked"] > 500
+    assert not totals.traced or (found["power_losses"] >= 32 and found["lying_syncs"] > 50)
+    assert found["control_wrong_bytes"] > 50, "without checksums, wrong bytes would be served"
+
+
+# ---- what it would find
+
+
+@pytest.fixture
+def base(memory: Path) -> Path:
+    folder = memory / "kv"
+    workload.prefill(folder, "each")
+    return folder
+
+
+def test_without_checksums_wrong_bytes_are_served(base: Path) -> None:
+    with without_checksums():
+        found = damage.while_open(base, "each", "flips", 60, 0)
+    assert found.counts["wrong"] > 20
+    assert damage.while_open(base, "each", "flips", 60, 0).counts["wrong"] == 0
+
+
+@traced
+def test_without_syncs_a_power_loss_loses_what_was_promised(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SegmentFiles, "sync", lambda *_: None)
+    found = power.power_losses(base, "each", 40, 0, 1, lying=False)
+    assert found.counts["lost"] > 0
+
+
+@traced
+def test_an_acknowledgement_before_the_commit_is_found_out(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workload.LmdbSlabStore, "_settle", lambda *_: None)
+    found = kills.at_calls(base, "each", 20, 0, 1, torn=False)
+    assert found.counts["lost"] > 0
+
+
+# ---- the tracer
+
+
+@traced
+def test_every_call_that_changes_a_file_is_seen(tmp_path: Path) -> None:
+    seen: list[str] = []
+
+    def work() -> None:
+        descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+        os.pwrite(descriptor, b"abc", 0)
+        os.fdatasync(descriptor)
+        os.close(descriptor)
+        (tmp_path / "file").rename(tmp_path / "other")
+        (tmp_path / "other").unlink()
+
+    assert trace(work, lambda call: seen.append(call.name) if call.result is None else None) == 0
+    changing = [name for name in seen if name not in ("openat", "close", "lseek")]
+    assert changing == ["pwrite64", "fdatasync", "rename", "unlink"]
+
+
+@traced
+@pytest.mark.skipif(not CAN_FAIL, reason="calls can be made to fail on x86-64 only")
+def test_a_call_can_be_made_to_fail(tmp_path: Path) -> None:
+    def work() -> None:
+        descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.pwrite(descriptor, b"abc", 0)
+        except OSError as error:
+            os._exit(error.errno)
+
+    status = trace(work, lambda call: 5 if call.name == "pwrite64" else None)
+    assert os.waitstatus_to_exitcode(status) == 5
+    assert (tmp_path / "file").stat().st_size == 0
