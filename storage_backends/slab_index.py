@@ -1,8 +1,8 @@
 """The index of a slab store: which slot holds which record. LMDB, without writemap.
 
 LMDB maps its file, and a mapping of a file that became shorter kills the process with SIGBUS. So
-the file is preallocated to the size of the map, its length is checked against its own meta pages
-before it is mapped and again before each transaction. A truncation between that check and the
+the file is preallocated to the size of the map, and its length is checked before each transaction;
+before it is opened it is read whole (see slab_sound). A truncation between that check and the
 access still kills; no program that maps files can close this gap.
 
 LMDB's own table of readers is not used: whoever stands in it, dead or alive, keeps pages from being
@@ -25,17 +25,15 @@ import lmdb
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.errors import Corrupt, Unavailable
+from kvtier.errors import Unavailable
 from kvtier.identity.record import HEADER_BYTES, RECORD_ID_BYTES, RecordId
 
-__all__ = ["WHERE", "Entry", "Index", "Page", "check_length", "unpack_entry"]
+__all__ = ["VALUE_BYTES", "WHERE", "Entry", "Index", "Page", "unpack_entry", "where_of"]
 
 _WHERE: Final = struct.Struct("<QII")
-_VALUE_BYTES: Final = _WHERE.size + HEADER_BYTES
-_META_BYTES: Final = 152
-_META: Final = struct.Struct("<16xII16xI92xQQ")  # magic, version, page size, last page, txn
-_MAGIC: Final = 0xBEEFC0DE
-_LMDB_VERSION: Final = 1
+VALUE_BYTES: Final = _WHERE.size + HEADER_BYTES
+"""Of each record."""
+
 _MIN_OPERATIONS: Final = 128
 """In one transaction. Each may copy a leaf, and the copied pages of two transactions before are not
 free yet. A map that is wholly full does not even take deletions, so this stays far below."""
@@ -70,35 +68,6 @@ class Entry(NamedTuple):
     slot: int
     sequence: int
     head: bytes
-
-
-def check_length(path: Path) -> None:
-    """Check that an LMDB file is as long as its meta pages say, without mapping it.
-
-    Blocks. An absent or empty file is fine: it becomes a new index. Raises Corrupt with one word
-    of reason, OSError if the file cannot be read.
-    """
-    if not path.exists() or path.stat().st_size == 0:
-        return
-    with path.open("rb") as file:
-        length = os.fstat(file.fileno()).st_size
-        first = file.read(_META_BYTES)
-        if len(first) < _META_BYTES:
-            raise Corrupt("truncated")
-        magic, version, page_bytes, last, transaction = _META.unpack(first)
-        if magic != _MAGIC or version != _LMDB_VERSION or not 512 <= page_bytes <= 1 << 16:  # noqa: PLR2004  (LMDB's limits)
-            raise Corrupt("invalid")
-        file.seek(page_bytes)
-        second = file.read(_META_BYTES)
-    if len(second) < _META_BYTES:
-        raise Corrupt("truncated")
-    other_magic, _, other_bytes, other_last, other_transaction = _META.unpack(second)
-    if other_magic != _MAGIC or other_bytes != page_bytes:
-        raise Corrupt("invalid")
-    if other_transaction > transaction:
-        last = other_last
-    if length < (last + 1) * page_bytes:
-        raise Corrupt("truncated")
 
 
 class Index:
@@ -151,10 +120,8 @@ class Index:
                 more = cursor.next()
             if more:
                 values = list(itertools.islice(cursor.iternext(), limit))  # no loop in Python
-        where = [
-            value[: _WHERE.size] if len(value) == _VALUE_BYTES else _NOWHERE for _, value in values
-        ]
-        return Page([name for name, _ in values], np.frombuffer(b"".join(where), WHERE))
+        where = b"".join(where_of(value) for _, value in values)
+        return Page([name for name, _ in values], np.frombuffer(where, WHERE))
 
     def commit(self, operations: Mapping[RecordId, Entry | None]) -> None:
         """Put each entry and remove each name whose entry is None, in order.
@@ -232,14 +199,18 @@ def _failing(what: str) -> Iterator[None]:
         raise Unavailable(f"the index {what}: {error}") from error
 
 
+def where_of(value: bytes) -> bytes:
+    """Return where the record of a value lies, as WHERE; one of another length leads nowhere."""
+    return value[: _WHERE.size] if len(value) == VALUE_BYTES else _NOWHERE
+
+
 def unpack_entry(value: bytes) -> Entry:
     """Return the entry that a value of the index is; one of another length leads nowhere."""
-    if len(value) != _VALUE_BYTES:
+    if len(value) != VALUE_BYTES:
         return Entry(0, 0, 0, b"")  # as _NOWHERE
     sequence, segment, slot = _WHERE.unpack_from(value)
     return Entry(segment, slot, sequence, value[_WHERE.size :])
 
 
-assert _META.size == _META_BYTES  # noqa: S101
 assert WHERE.itemsize == _WHERE.size  # noqa: S101
 assert RECORD_ID_BYTES <= 511  # noqa: S101, PLR2004

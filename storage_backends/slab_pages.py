@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Final, NamedTuple, Self
@@ -26,26 +26,39 @@ from kvtier.errors import Corrupt, Unavailable
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab_index import Entry, unpack_entry
 
-__all__ = ["IndexPages", "Torn"]
+__all__ = [
+    "NO_PAGE",
+    "IndexPages",
+    "Meta",
+    "Torn",
+    "Walk",
+    "check_order",
+    "check_places",
+    "entries_of",
+]
 
-_META: Final = struct.Struct("<10xH4x II16x IH42x 4xHH24xQQ QQ")
+_META: Final = struct.Struct("<10xH4x II16x IHH32xQ 4xHH24xQQ QQ")
 _MAGIC: Final = 0xBEEFC0DE
 _LMDB_VERSION: Final = 1
 _META_PAGE: Final = 8
 _INTEGER_KEYS: Final = 8  # what LMDB keeps of free pages has them
+_NO_FOLDER: Final = 0x4000  # how the file was made
 _LEAST_PAGE: Final = 512
 _MOST_PAGE: Final = 1 << 16
-_NO_PAGE: Final = (1 << 64) - 1
+NO_PAGE: Final = (1 << 64) - 1
+"""Where a tree begins that has no pages."""
+
 _PAGE: Final = struct.Struct("<Q2xHHH")
 _NODE: Final = struct.Struct("<HHHH")
 _BRANCH: Final = 1
 _LEAF: Final = 2
 _MOST_LEVELS: Final = 32
+_MOST_KEY: Final = 511
 _ATTEMPTS: Final = 200
 
 
-class _Meta(NamedTuple):
-    """What a transaction left: where its tree begins."""
+class Meta(NamedTuple):
+    """What a transaction left: where its tree begins, and the one of the pages that are free."""
 
     page_bytes: int
     levels: int
@@ -53,6 +66,8 @@ class _Meta(NamedTuple):
     root: int
     last: int
     transaction: int
+    free_levels: int
+    free_root: int
 
 
 class Torn(NamedTuple):
@@ -74,7 +89,7 @@ class IndexPages:
         self.path = path
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._latest()
+            self.latest()
         except BaseException:
             self.close()
             raise
@@ -91,10 +106,14 @@ class IndexPages:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def fileno(self) -> int:
+        """Return the descriptor of the file."""
+        return self._descriptor
+
     @property
     def count(self) -> int:
         """How many entries the last transaction left."""
-        return self._latest().entries
+        return self.latest().entries
 
     @property
     def replaced(self) -> bool:
@@ -136,20 +155,20 @@ class IndexPages:
     ) -> tuple[list[tuple[RecordId, Entry]], set[Torn]]:
         """Return entries that follow `after`: at least `step` of them if there are as many."""
         for _ in range(_ATTEMPTS):
-            meta = self._latest()
-            walk = _Walk(self._descriptor, meta, after, step, inclusive=inclusive)
-            if meta.root != _NO_PAGE:
+            meta = self.latest()
+            walk = Walk(self._descriptor, meta, after, step, inclusive=inclusive)
+            if meta.root != NO_PAGE:
                 walk.below(meta.root, meta.levels, b"", None)
             if self._unharmed(meta):
                 return walk.found, walk.torn
             step = max(1, step // 2)
         raise Unavailable(f"{self.path} is committed to faster than it can be read; try again")
 
-    def _unharmed(self, meta: _Meta) -> bool:
+    def _unharmed(self, meta: Meta) -> bool:
         """Say whether nobody can have written yet to what the transaction of `meta` left."""
-        return self._latest().transaction <= meta.transaction + 1
+        return self.latest().transaction <= meta.transaction + 1
 
-    def _latest(self) -> _Meta:
+    def latest(self) -> Meta:
         """Return what was committed last, of two pages that take turns."""
         problem = Corrupt("truncated")
         for _ in range(_ATTEMPTS):
@@ -162,37 +181,39 @@ class IndexPages:
                 return max(first, key=lambda meta: meta.transaction)
         raise problem
 
-    def _metas(self) -> tuple[_Meta, _Meta]:
+    def _metas(self) -> tuple[Meta, Meta]:
         first = self._meta(0)
         second = self._meta(first.page_bytes)
         if first.page_bytes != second.page_bytes:
             raise Corrupt("invalid")
         return first, second
 
-    def _meta(self, offset: int) -> _Meta:
+    def _meta(self, offset: int) -> Meta:
         data = os.pread(self._descriptor, _META.size, offset)
         if len(data) < _META.size:
             raise Corrupt("truncated")
         kind, magic, version, page_bytes, *rest = _META.unpack(data)
-        free_flags, flags, levels, entries, root, last, transaction = rest
+        free_flags, free_levels, free_root, flags, levels, entries, root, last, transaction = rest
         if magic != _MAGIC or version != _LMDB_VERSION or kind != _META_PAGE:
             raise Corrupt("invalid")
-        if flags or not free_flags & _INTEGER_KEYS:
+        if flags or free_flags & ~_NO_FOLDER != _INTEGER_KEYS:
             raise Corrupt("invalid")
         if not _LEAST_PAGE <= page_bytes <= _MOST_PAGE:
             raise Corrupt("invalid")
-        if not (root == _NO_PAGE or 1 <= levels <= _MOST_LEVELS):
-            raise Corrupt("invalid")
+        for first, height in ((root, levels), (free_root, free_levels)):
+            if not (first == NO_PAGE or 1 <= height <= _MOST_LEVELS):
+                raise Corrupt("invalid")
         if os.fstat(self._descriptor).st_size < (last + 1) * page_bytes:
             raise Corrupt("truncated")
-        return _Meta(page_bytes, levels, entries, root, last, transaction)
+        free = free_levels, free_root
+        return Meta(page_bytes, levels, entries, root, last, transaction, *free)
 
 
-class _Walk:
+class Walk:
     """One way down through the pages of a transaction, from `after` on."""
 
     def __init__(
-        self, descriptor: int, meta: _Meta, after: RecordId, step: int, *, inclusive: bool
+        self, descriptor: int, meta: Meta, after: RecordId, step: int, *, inclusive: bool
     ) -> None:
         self._descriptor = descriptor
         self._meta = meta
@@ -205,11 +226,11 @@ class _Walk:
     def below(self, page: int, level: int, low: bytes, high: bytes | None) -> None:
         """Read what is under a page, whose names are from `low` on and below `high`."""
         try:
-            data, nodes = self._nodes(page, _LEAF if level == 1 else _BRANCH)
+            data, nodes = self.nodes(page, _LEAF if level == 1 else _BRANCH)
             if level == 1:
-                self._take(data, nodes, low, high)
+                self.take(data, nodes, low, high)
                 return
-            keys, children = self._children(data, nodes, low, high)
+            keys, children = self.children(data, nodes, low, high)
         except Corrupt as error:
             self.torn.add(Torn(page, str(error)))
             return
@@ -220,7 +241,7 @@ class _Walk:
             until = keys[number + 1] if number + 1 < len(keys) else high
             self.below(children[number], level - 1, keys[number], until)
 
-    def _nodes(self, page: int, kind: int) -> tuple[bytes, tuple[int, ...]]:
+    def nodes(self, page: int, kind: int) -> tuple[bytes, tuple[int, ...]]:
         """Return a page and where its nodes begin."""
         size = self._meta.page_bytes
         if page > self._meta.last:
@@ -238,30 +259,29 @@ class _Walk:
             raise Corrupt("points outside itself")
         return data, nodes
 
-    def _children(
+    def children(
         self, data: bytes, nodes: tuple[int, ...], low: bytes, high: bytes | None
     ) -> tuple[list[bytes], list[int]]:
+        """Return from which key on its children have what is below a branch, and their pages."""
         keys: list[bytes] = []
         children: list[int] = []
+        ends: list[int] = []
         for node in nodes:
             least, more, most, key_bytes = _NODE.unpack_from(data, node)
             begin = node + _NODE.size
+            ends.append(begin + key_bytes)
             # The first child has what is below the second: its own key means nothing.
             keys.append(data[begin : begin + key_bytes] if keys else low)
             children.append(least | more << 16 | most << 32)
-        _check_order(keys, low, high)
+        check_places(zip(nodes, ends, strict=True), len(data))
+        check_order(keys, low, high)
         return keys, children
 
-    def _take(self, data: bytes, nodes: tuple[int, ...], low: bytes, high: bytes | None) -> None:
-        entries = []
-        for node in nodes:
-            least, more, flags, key_bytes = _NODE.unpack_from(data, node)
-            begin = node + _NODE.size + key_bytes
-            end = begin + (least | more << 16)
-            if flags or end > len(data):
-                raise Corrupt("has an impossible entry")
-            entries.append((data[node + _NODE.size : begin], data[begin:end]))
-        _check_order([key for key, _ in entries], low, high)
+    def take(self, data: bytes, nodes: tuple[int, ...], low: bytes, high: bytes | None) -> None:
+        """Collect what a leaf has."""
+        entries, ends = entries_of(data, nodes)
+        check_places(zip(nodes, ends, strict=True), len(data))
+        check_order([key for key, _ in entries], low, high)
         self.found += [
             (key, unpack_entry(value))
             for key, value in entries
@@ -269,7 +289,32 @@ class _Walk:
         ]
 
 
-def _check_order(keys: list[bytes], low: bytes, high: bytes | None) -> None:
+def entries_of(data: bytes, nodes: Sequence[int]) -> tuple[list[tuple[bytes, bytes]], list[int]]:
+    """Return the names and values of a leaf, and where each ends."""
+    entries = []
+    ends = []
+    for node in nodes:
+        least, more, flags, key_bytes = _NODE.unpack_from(data, node)
+        begin = node + _NODE.size + key_bytes
+        end = begin + (least | more << 16)
+        if flags or not 1 <= key_bytes <= _MOST_KEY:
+            raise Corrupt("has an impossible entry")
+        entries.append((data[node + _NODE.size : begin], data[begin:end]))
+        ends.append(end)
+    return entries, ends
+
+
+def check_places(placed: Iterable[tuple[int, int]], size: int) -> None:
+    """Check that no two nodes, by begin and end, share bytes, and none is longer than the page."""
+    ordered = sorted(placed)
+    if ordered and ordered[-1][1] > size:
+        raise Corrupt("has an impossible entry")
+    if any(end > begin for (_, end), (begin, _) in pairwise(ordered)):
+        raise Corrupt("has entries that overlap")
+
+
+def check_order(keys: Sequence[bytes], low: bytes, high: bytes | None) -> None:
+    """Check that names are in order, and between two others."""
     if not keys:
         raise Corrupt("is empty")
     if keys[0] < low or (high is not None and keys[-1] >= high):

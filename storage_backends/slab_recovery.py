@@ -16,7 +16,8 @@ from kvtier.errors import ConfigError, Corrupt, Unavailable
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import INDEX_FLOOR, PAGE, FileIO, Segment, Slabs, index_bytes_for
 from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, boot_id
-from kvtier.storage_backends.slab_index import WHERE, Entry, Index, Page, check_length
+from kvtier.storage_backends.slab_index import Entry, Index, Page
+from kvtier.storage_backends.slab_sound import read_sound
 from kvtier.units import format_bytes, format_least
 
 __all__ = ["KEEP_SHARE", "LEAST_BYTES", "Recovered", "recover", "remake"]
@@ -87,7 +88,6 @@ def _discard_what_cannot_be_used(directory: SlabDirectory) -> None:
 
 def _load(directory: SlabDirectory, capacity: int, *, synced: bool) -> tuple[Index, Page]:
     try:
-        check_length(directory.index)
         return _read(directory, synced=synced)
     except (Corrupt, Unavailable) as error:
         refused = getattr(error.__cause__, "code", 0)  # LMDB's own are below zero
@@ -95,25 +95,18 @@ def _load(directory: SlabDirectory, capacity: int, *, synced: bool) -> tuple[Ind
             raise OSError(refused, os.strerror(refused)) from error
         reason = str(error) if isinstance(error, Corrupt) else "unreadable"
         _logger.warning(
-            "the index of %s cannot be used (%s); starting empty", directory.path, error
+            "the index of %s cannot be used (%s); starting empty",
+            directory.path,
+            error.__cause__ or error,
         )
         directory.discard(reason, capacity // KEEP_SHARE)
     return _read(directory, synced=synced)
 
 
 def _read(directory: SlabDirectory, *, synced: bool) -> tuple[Index, Page]:
+    entries = read_sound(directory.index)
     size = directory.index.stat().st_size if directory.index.exists() else 0
-    index = Index(directory.index, max(size, INDEX_FLOOR), synced=synced)
-    names: list[RecordId] = []
-    where = [np.empty(0, WHERE)]
-    try:
-        while (more := index.page(names[-1] if names else b"", _PAGE_OF_ENTRIES)).names:
-            names += more.names
-            where.append(more.where)
-    except BaseException:
-        index.close()
-        raise
-    return index, Page(names, np.concatenate(where))
+    return Index(directory.index, max(size, INDEX_FLOOR), synced=synced), entries
 
 
 def _account(

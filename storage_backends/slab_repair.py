@@ -19,6 +19,7 @@ from kvtier.storage_backends.slab_audit import Placed
 from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, config_error
 from kvtier.storage_backends.slab_index import Entry, Index
 from kvtier.storage_backends.slab_recovery import KEEP_SHARE, remake
+from kvtier.storage_backends.slab_sound import examine, read_sound
 from kvtier.storage_backends.slab_survey import header_of
 from kvtier.storage_backends.slab_verify import Checked, check
 from kvtier.storage_backends.slab_view import View
@@ -93,6 +94,8 @@ def _check(view: View, tell: Tell) -> tuple[Checked, bool]:
         raise ConfigError(str(error)) from error
     if replaced:
         raise ConfigError(f"{view.path} was emptied by its owner meanwhile; run this again")
+    if view.holder is None:
+        checked.torn |= examine(view.path / "index.lmdb")[1]
     return checked, not checked.damage and not checked.torn
 
 
@@ -106,7 +109,7 @@ def _repair(view: View, directory: SlabDirectory, checked: Checked, tell: Tell) 
         return len(checked.bad), True
     try:
         _remove(directory, checked.bad, tell)
-    except Unavailable:  # LMDB itself finds the index damaged where entries can be read
+    except (Corrupt, Unavailable):  # LMDB must not see it, or finds it damaged itself
         _remake(view, directory, checked, tell)
         return len(checked.bad), True
     return len(checked.bad), False
@@ -118,6 +121,7 @@ def _room(view: View) -> int:
 
 
 def _remove(directory: SlabDirectory, names: Sequence[RecordId], tell: Tell) -> None:
+    read_sound(directory.index)
     size = directory.index.stat().st_size
     index = Index(directory.index, max(size, INDEX_FLOOR), synced=True)
     try:
@@ -184,7 +188,10 @@ def purge(path: Path, namespace: str, tell: Tell) -> Purged:
         if not found:
             return Purged(str(path), wanted, removed=0, stored_bytes=0)
         ((digest, records),) = found.items()
-        _remove(directory, list(records), tell)
+        try:
+            _remove(directory, list(records), tell)
+        except Corrupt as error:
+            raise _damaged(view, error.__cause__ or error) from error
     return Purged(str(path), digest.hex(), len(records), sum(records.values()))
 
 
@@ -202,11 +209,15 @@ def _of_namespace(view: View, wanted: str, tell: Tell) -> dict[bytes, dict[Recor
                 for name, entry in lot:
                     _sort(found, wanted, name, entry)
     except Corrupt as error:
-        raise ConfigError(
-            f"the index of {view.path} is damaged ({error}); repair it first: "
-            f"kvtier verify {view.path} --repair"
-        ) from error
+        raise _damaged(view, error) from error
     return found
+
+
+def _damaged(view: View, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"the index of {view.path} is damaged ({error}); repair it first: "
+        f"kvtier verify {view.path} --repair"
+    )
 
 
 def _sort(

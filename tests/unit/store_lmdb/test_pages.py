@@ -139,7 +139,7 @@ def filled(index: Index, tmp_path: Path) -> tuple[Path, dict[bytes, Entry]]:
 def test_torn_pages_lose_what_is_under_them_only(filled) -> None:
     path, holds = filled
     with IndexPages(path) as pages:
-        meta = pages._latest()
+        meta = pages.latest()
     choose = random.Random(5)
     image = path.read_bytes()
     hurt = 0
@@ -186,7 +186,7 @@ def test_garbage_is_refused(tmp_path: Path) -> None:
 def test_pages_that_form_a_ring_end(filled) -> None:
     path, _ = filled
     with IndexPages(path) as pages:
-        meta = pages._latest()
+        meta = pages.latest()
     assert meta.levels > 1
     data = bytearray(path.read_bytes())
     at = meta.root * PAGE

@@ -28,7 +28,7 @@ SIZES = (3000, 50_000, 200_000, 50_000)
 def tear(filled: Any) -> None:
     """Overwrite one leaf of the index."""
     with IndexPages(filled.index) as pages:
-        meta = pages._latest()
+        meta = pages.latest()
     data = filled.index.read_bytes()
     for page in range(2, meta.last + 1):
         kind = int.from_bytes(data[page * PAGE + 10 : page * PAGE + 12], "little")
