@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import threading
 from collections.abc import Iterator
@@ -56,7 +57,10 @@ def is_aligned(buffer: memoryview) -> bool:
     """Say whether O_DIRECT can use a buffer: address and length are multiples of a page."""
     if len(buffer) % PAGE or not len(buffer):
         return False
-    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    if buffer.readonly:
+        address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    else:  # a fifth of the time
+        address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     return address % PAGE == 0
 
 
