@@ -5,17 +5,18 @@ are the record's header, so one ranged GET of them tells what the object is and 
 whole; no user metadata and no conditional PUT is needed. A PUT is atomic in S3: a record is
 there whole or not at all.
 
-A record is read in ranges of about 4 MiB. The first brings the header; the others start as soon
-as the header is there, each tied to the same version of the object by its ETag.
+A record is read in ranges of 4 MiB, or more where many are read at once. The first brings the
+header; the others start as soon as it is there, each tied to the same version of the object by its
+ETag.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import closing
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
@@ -24,6 +25,7 @@ from kvtier.errors import ConfigError, Corrupt, Unavailable
 from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, Header, RecordId
 from kvtier.seams import IoPool
+from kvtier.storage_backends.s3_get import Answer, Getter
 from kvtier.storage_backends.s3_service import (
     ABSENT_CODES,
     AbsentError,
@@ -53,7 +55,6 @@ _report = Reporter(monotonic)
 
 _RANGE: Final = 4 << 20  # payload bytes a GET; a request costs about what 1 MiB of payload does,
 _TAIL: Final = 2 << 20  # so that a rest of less than this joins the range before it
-_PIECE: Final = 256 << 10  # bytes a readinto: the client library copies a piece under the GIL
 _IN_FLIGHT: Final = 16  # requests of this process at once, and connections kept
 _SLOWEST: Final = 4.0  # read timeouts that the body of one range may take
 _LOOK_FIRST: Final = 1 << 20  # a PUT of more bytes is worth a look whether it is there already
@@ -86,12 +87,20 @@ class S3Store:
     THREADS: ClassVar[int] = 8
     ALIGNMENT: ClassVar[int] = 1
 
-    def __init__(self, client: Any, place: Place, read_timeout: float) -> None:
+    def __init__(self, client: Any, place: Place, settings: Settings) -> None:
         self.causes = Causes()
         self._client = client
         self._place = place
-        self._range_seconds = _SLOWEST * read_timeout
+        self._getter = Getter(
+            client,
+            place,
+            (settings.connect_timeout, settings.read_timeout),
+            _IN_FLIGHT + self.THREADS,
+            _SLOWEST * settings.read_timeout,
+        )
         self._pool = IoPool("s3", _IN_FLIGHT)
+        self._lock = threading.Lock()
+        self._reading = 0  # records
 
     @classmethod
     def open(cls, location: str, capacity: int | None, options: Mapping[str, object]) -> S3Store:
@@ -110,7 +119,7 @@ class S3Store:
             raise ConfigError(
                 f"cannot use s3://{place.bucket}: {explain(error, settings)}"
             ) from error
-        return cls(client, place, settings.read_timeout)
+        return cls(client, place, settings)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -130,9 +139,11 @@ class S3Store:
     def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:
         """See Store. Records and their ranges are read in parallel, straight into the buffers."""
         jobs = [_Job(name, buffer, []) for name, buffer in zip(ids, into, strict=True)]
+        self._count(len(jobs))
         try:
             results: list[Header | Exception] = self._attempt(self._lead, jobs, self._pool.map)
         finally:
+            self._count(-len(jobs))
             # The buffers are the caller's again only when every range has ended.
             errors = [[error for each in job.others if (error := each.exception())] for job in jobs]
         for place, late in enumerate(errors):
@@ -181,73 +192,79 @@ class S3Store:
     def close(self) -> None:
         """Let calls under way finish, and end threads and connections. Idempotent."""
         self._pool.close()
+        self._getter.close()
         self._client.close()
 
     # ------------------------------------------------------------------------------- one record
 
     def _header(self, name: RecordId) -> Header:
-        header, _, body = self._begin(name, HEADER_BYTES)
-        body.close()
+        header, answer = self._begin(name, HEADER_BYTES)
+        answer.close()
         return header
 
     def _lead(self, job: _Job) -> Header:
         """Read header and first range of a record, and set its other ranges going."""
         name, into, others = job
-        first = _stop(0, len(into))
-        header, etag, body = self._begin(name, HEADER_BYTES + first)
-        with closing(body):
+        step = self._step(len(into))
+        first = _stop(0, len(into), step)
+        header, answer = self._begin(name, HEADER_BYTES + first)
+        with answer:
             size = header.stored_bytes
             if size > len(into):
                 raise BrokenError(f"the buffer has {len(into)} bytes, the record {size}")
             start = first
             while start < size:
-                rest = into[start : (stop := _stop(start, size))]
-                others.append(self._pool.submit(self._follow, name, etag, start, rest))
+                rest = into[start : (stop := _stop(start, size, step))]
+                others.append(self._pool.submit(self._follow, name, answer.etag, start, rest))
                 start = stop
-            self._fill(body, into[: min(first, size)])
+            answer.fill(into[: min(first, size)])
         return header
 
+    def _count(self, records: int) -> None:
+        with self._lock:
+            self._reading += records
+
+    def _step(self, size: int) -> int:
+        """Return the bytes of a range: requests cost CPU, so no more than can be in flight."""
+        most = max(_IN_FLIGHT // max(self._reading, 1), 1)
+        return max(-(-size // most), _RANGE)
+
     def _follow(self, name: RecordId, etag: str, start: int, into: memoryview) -> None:
-        answer = self._get(name, HEADER_BYTES + start, len(into), IfMatch=etag)
-        with closing(answer["Body"]) as body:
+        with self._get(name, HEADER_BYTES + start, len(into), etag) as answer:
             asked = f"bytes {HEADER_BYTES + start}-{HEADER_BYTES + start + len(into) - 1}/"
-            if not answer.get("ContentRange", "").startswith(asked) or answer.get("ETag") != etag:
+            if not answer.range.startswith(asked) or answer.etag != etag:
                 raise BrokenError("a range is not the one that was asked for")
-            self._fill(body, into)
+            answer.fill(into)
 
     def _span(self, span: Span) -> None:
         first, length = HEADER_BYTES + span.start, sum(map(len, span.into))
-        answer = self._get(span.id, first, length)
-        with closing(answer["Body"]) as body:
-            said = answer.get("ContentRange", "")
-            if not said.startswith(f"bytes {first}-{first + length - 1}/"):
-                if _TOTAL.fullmatch(said):
+        with self._get(span.id, first, length) as answer:
+            if not answer.range.startswith(f"bytes {first}-{first + length - 1}/"):
+                if _TOTAL.fullmatch(answer.range):
                     raise Corrupt("the object is shorter than its name says")
                 raise BrokenError("a range is not the one that was asked for")
             for piece in span.into:
-                self._fill(body, piece)
+                answer.fill(piece)
 
-    def _begin(self, name: RecordId, length: int) -> tuple[Header, str, Any]:
+    def _begin(self, name: RecordId, length: int) -> tuple[Header, Answer]:
         """Ask for the first `length` bytes of an object and read its header off them.
 
-        Returns header, ETag and the rest of the body, which the caller closes. Raises Corrupt
-        for an object that is not the whole record of that name.
+        The caller closes the answer. Raises Corrupt for an object that is not the whole record
+        of that name.
         """
         answer = self._get(name, 0, length)
-        body = answer["Body"]
         try:
-            header = self._checked(name, answer)
+            return self._checked(name, answer), answer
         except BaseException:
-            body.close()
+            answer.close()
             raise
-        return header, answer["ETag"], body
 
-    def _checked(self, name: RecordId, answer: Any) -> Header:
-        total = _TOTAL.fullmatch(answer.get("ContentRange", ""))
+    def _checked(self, name: RecordId, answer: Answer) -> Header:
+        total = _TOTAL.fullmatch(answer.range)
         if total is None:  # an answer to some other question, an error in a 200 perhaps
             raise BrokenError("the server did not answer with the range that was asked for")
         head = bytearray(min(HEADER_BYTES, int(total[1])))
-        self._fill(answer["Body"], memoryview(head))
+        answer.fill(memoryview(head))
         header = Header.unpack(memoryview(head))
         if header.id != name:
             raise Corrupt("another record lies under that name")
@@ -255,27 +272,15 @@ class S3Store:
             raise Corrupt("the object has not the length that its header says")
         return header
 
-    def _get(self, name: RecordId, start: int, length: int, **more: str) -> Any:
-        span = f"bytes={start}-{start + length - 1}"
+    def _get(self, name: RecordId, start: int, length: int, etag: str = "") -> Answer:
         try:
-            return self._client.get_object(**self._object(name), Range=span, **more)
+            return self._getter.get(_text(name), start, length, etag)
         except weather() as error:
             if error_code(error) in ABSENT_CODES:
                 raise AbsentError from None
             if error_code(error) == "InvalidRange":
                 raise Corrupt("the object ends before that range") from None
             raise
-
-    def _fill(self, body: Any, into: memoryview) -> None:
-        late = monotonic() + self._range_seconds
-        filled = 0
-        while filled < len(into):
-            if monotonic() > late:
-                raise BrokenError(f"a range took more than {self._range_seconds:.3g} s")
-            got = body.readinto(into[filled : filled + _PIECE])
-            if got <= 0:
-                raise BrokenError(f"the answer ended after {filled} of {len(into)} bytes")
-            filled += got
 
     def _put(self, record: Write) -> None:
         header, data = record
@@ -306,9 +311,7 @@ class S3Store:
         self._client.delete_object(**self._object(name))
 
     def _object(self, name: RecordId) -> dict[str, str]:
-        text = name.hex()
-        key = f"{self._place.prefix}{text[:_KEY_HEX]}-{text[_KEY_HEX:]}"
-        return {"Bucket": self._place.bucket, "Key": key}
+        return {"Bucket": self._place.bucket, "Key": self._place.prefix + _text(name)}
 
     def _id_of(self, key: str) -> RecordId | None:
         found = _NAME.fullmatch(key.removeprefix(self._place.prefix))
@@ -363,8 +366,14 @@ class _Job(NamedTuple):
     others: list[Future[None]]
 
 
-def _stop(start: int, size: int) -> int:
-    return size if size - start < _RANGE + _TAIL else start + _RANGE
+def _text(name: RecordId) -> str:
+    """Return the name of an object, below the prefix."""
+    text = name.hex()
+    return f"{text[:_KEY_HEX]}-{text[_KEY_HEX:]}"
+
+
+def _stop(start: int, size: int, step: int) -> int:
+    return size if size - start < step + _TAIL else start + step
 
 
 def _in_order(call: Callable[[A], T], items: Iterable[A]) -> list[T]:

@@ -1,0 +1,359 @@
+"""How the object tier moves bytes, finds prompts and fails, on a real S3 server of this host.
+
+    python benchmarks/object_store.py [--rounds N] [--json FILE]
+
+get      objects of 16 MiB into slots by the Tier, beside raw clients with as many requests in
+         flight: boto3 and http.client with botocore's signatures, whole objects and ranges of
+         4 MiB; and parts of 128 KiB, packed. In every round each contender has its turn. CPU is
+         that of this process, without the server's.
+lookup   a prompt of 512 chunks that the host has never seen and of which another has written 317,
+         5 ms of round-trip time away; and what an engine's thread waits in match and fetch
+hang     DRAM and NVMe hits while S3 answers nothing, beside the same while it answers; and how much
+         later than its timeout a fetch from S3 returns
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from msgspec import structs
+from raw_clients import LARGE, RANGE, raw_clients
+
+import kvtier
+from kvtier.clock import monotonic
+from kvtier.identity.record import record_id
+from kvtier.metrics import Metrics
+from kvtier.seams import ThreadFlow
+from kvtier.storage_backends.s3 import S3Store
+from kvtier.testing.proxy import DelayProxy, Fault
+from kvtier.testing.records import NAMESPACE, aligned, make_record
+from kvtier.testing.seaweed import SeaweedServer
+from kvtier.tiers.store import Status, Write
+from kvtier.tiers.tier import Tier, Wanted
+from kvtier.transfer import CopyResult, CopyStatus
+
+LARGE_COUNT = 16
+SMALL, SMALL_COUNT = 128 << 10, 2048
+TRIES = 4
+CHUNKS, THERE, BLOCK = 512, 317, 16
+RTT = 0.005
+FETCH_SECONDS = 0.2
+SMALL_CHUNKS = kvtier.Namespace(
+    "small", kvtier.Geometry((kvtier.Component(1, 1, 1),), "int8", (BLOCK,), BLOCK)
+)
+
+Found = dict[str, list[float]]
+
+
+def main() -> None:
+    """Measure, print a line a figure, and write them all down."""
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--json", type=Path)
+    options = arguments.parse_args()
+    found: Found = {}
+    with SeaweedServer() as server, tempfile.TemporaryDirectory() as folder:
+        os.environ.update(server.env())
+        server.create_bucket("bench")
+        gets(server, options.rounds, found)
+        lookups(server, options.rounds, found)
+        hangs(server, Path(folder), options.rounds, found)
+    for name, values in found.items():
+        print(
+            f"{name:44} {statistics.median(values):9.3f}   ({min(values):.3f} to {max(values):.3f})"
+        )
+    if options.json:
+        options.json.write_text(json.dumps(report(found), indent=1) + "\n")
+
+
+def report(found: Found) -> dict[str, Any]:
+    """Return medians, nested by the dots of their names, and all values beside them."""
+    nested: dict[str, Any] = {}
+    for name, values in found.items():
+        *groups, last = name.split(".")
+        place = nested
+        for group in groups:
+            place = place.setdefault(group, {})
+        place[last] = statistics.median(values)
+    return nested | {"values": found}
+
+
+def note(found: Found, name: str, value: float) -> None:
+    """Keep one value of a figure."""
+    found.setdefault(name, []).append(value)
+
+
+# --------------------------------------------------------------------------------------------- get
+
+
+def gets(server: SeaweedServer, rounds: int, found: Found) -> None:
+    """Read the same bytes by all contenders, in turn."""
+    with contextlib.ExitStack() as stack:
+        contenders = stack.enter_context(tiers(server))
+        contenders |= stack.enter_context(raw_clients(server))
+        for call in contenders.values():
+            call()
+        for _ in range(rounds):
+            speeds = {}
+            for name, call in contenders.items():
+                begin, used = time.perf_counter(), time.process_time()
+                moved = call() / 1e9
+                speeds[name] = moved / (time.perf_counter() - begin)
+                note(found, f"get.{name}.cpu_s_per_gb", (time.process_time() - used) / moved)
+                note(found, f"get.{name}.gb_per_s", speeds[name])
+            raw = max(speed for name, speed in speeds.items() if name.startswith("raw"))
+            note(found, "get_16MiB.ratio_raw.boto3", speeds["tier 16MiB"] / raw)
+            note(found, "get_128KiB.over_16MiB", speeds["tier 128KiB"] / speeds["tier 16MiB"])
+    found["get_16MiB.cpu_s_per_gb.boto3"] = found["get.tier 16MiB.cpu_s_per_gb"]
+
+
+@contextlib.contextmanager
+def tiers(server: SeaweedServer) -> Iterator[dict[str, Callable[[], int]]]:
+    """Yield reads by a Tier: as many calls in parallel as a fetch makes, verified, into slots."""
+    options = {name: option.default for name, option in S3Store.OPTIONS.items()}
+    store = S3Store.open("//bench/records", None, options | {"endpoint": server.endpoint})
+    flow = ThreadFlow("bench")
+    tier = Tier("s3", store, flow, Metrics(), monotonic)
+    slots = aligned(LARGE * LARGE_COUNT)
+
+    def reader(records: Sequence[Write], together: int) -> Callable[[], int]:
+        groups = [records[at : at + together] for at in range(0, len(records), together)]
+        size = records[0].header.raw_bytes
+
+        async def read() -> None:
+            tasks, at = [], 0
+            for group in groups:
+                wanted = []
+                for record in group:
+                    into = slots[at : at + size]
+                    wanted.append(Wanted(record.header.id, NAMESPACE, size, into))
+                    at += size
+                tasks.append(tier.read(wanted))
+            for outcome in await asyncio.gather(*tasks):
+                must([one.status for one in outcome])
+
+        def run() -> int:
+            flow.spawn(read()).result()
+            return size * len(records)
+
+        return run
+
+    try:
+        large = chain(LARGE_COUNT, LARGE)
+        small = chain(SMALL_COUNT, SMALL)
+        for records, together in ((large, 1), (small, SMALL_COUNT // LARGE_COUNT)):
+            for at in range(0, len(records), together):
+                written(flow, tier, records[at : at + together])
+        yield {"tier 16MiB": reader(large, 1), "tier 128KiB": reader(small, RANGE // SMALL)}
+    finally:
+        flow.close()
+        tier.close()
+
+
+def written(flow: ThreadFlow, tier: Tier, records: Sequence[Write]) -> None:
+    """Write records; the server, on a busy machine, may need more than one try."""
+    for left in reversed(range(TRIES)):
+        statuses = flow.spawn(tier.write(records)).result()
+        if set(statuses) == {Status.OK} or not left:
+            must(statuses)
+            return
+
+
+def chain(count: int, size: int) -> list[Write]:
+    """Return the records of one prompt's chunks."""
+    records = [make_record(number + size, size) for number in range(count)]
+    above, whole = None, []
+    for depth, (header, data) in enumerate(records):
+        whole.append(Write(structs.replace(header, parent=above, depth=depth), data))
+        above = record_id(header.key, header.part)
+    return whole
+
+
+def must(statuses: Sequence[Status]) -> None:
+    """Stop the benchmark when a record was not moved."""
+    if set(statuses) != {Status.OK}:
+        raise SystemExit(f"a record was not moved: {set(statuses)}")
+
+
+# ------------------------------------------------------------------------------------------ lookup
+
+
+def lookups(server: SeaweedServer, rounds: int, found: Found) -> None:
+    """Look a prompt up that another host has written, by hosts that know nothing."""
+    url = "s3://bench/lookup?capacity=1GiB&admission=through"
+    with DelayProxy(server.port, RTT) as proxy:
+        for turn in range(rounds):
+            tokens = np.arange(CHUNKS * BLOCK + 1, dtype=np.int32) + turn * 100_000
+            with opened(f"{url}&endpoint={server.endpoint}") as cache:
+                save(cache, tokens[: THERE * BLOCK + 1])
+            with opened(f"{url}&endpoint={proxy.endpoint}") as cache:
+                warm(cache)
+                look_up(cache, proxy, tokens, found)
+
+
+def warm(cache: kvtier.Cache) -> None:
+    """Let a host connect, as one that has served before: by look-ups of what is not there."""
+    for turn in range(3):
+        other = np.arange(CHUNKS * BLOCK + 1, dtype=np.int32) - 1_000_000 * (turn + 1)
+        cache.fetch(cache.match(other % (1 << 30)), timeout=30, deadline=30).result(30)
+
+
+def look_up(cache: kvtier.Cache, proxy: DelayProxy, tokens: Any, found: Found) -> None:
+    """Time the look-up of one prompt, from the asking to the answer, without the read."""
+    tier = next(iter(cache._desk.depot.tiers.values()))  # noqa: SLF001  (to see when it has answered)
+    asked, done = [], threading.Event()
+    contains, read = tier.contains, tier.read
+    ended = 0.0
+
+    async def counted(names: Sequence[bytes]) -> list[Status]:
+        asked.append(len(names))
+        return await contains(names)
+
+    async def read_begins(wanted: Sequence[Wanted]) -> Any:
+        nonlocal ended
+        if not done.is_set():
+            ended = time.perf_counter()
+            done.set()
+        return await read(wanted)
+
+    tier.contains, tier.read = counted, read_begins
+    before = proxy.requests
+    begin = time.perf_counter()
+    match = cache.match(tokens)
+    fetch = cache.fetch(match, timeout=30, deadline=30)
+    note(found, "lookup_512.engine_ms", 1e3 * (time.perf_counter() - begin))
+    lease = fetch.result(30)
+    if lease is None or lease.chunks < THERE - 7:
+        raise SystemExit("the prompt was not found")
+    lease.release()
+    note(found, "lookup_512.ms", 1e3 * (ended - begin))
+    note(found, "lookup_512.rounds", len(asked))
+    note(found, "lookup_512.requests", sum(asked))
+    note(found, "lookup_512.chunks_found", lease.chunks)
+    if proxy.requests - before < sum(asked):
+        raise SystemExit("the proxy saw fewer requests than were asked")
+
+
+@contextlib.contextmanager
+def opened(*urls: str) -> Iterator[kvtier.Cache]:
+    """Open a cache with room for a few prompts."""
+    cache = kvtier.open(f"dram:{8 * CHUNKS * 4096}B", *urls, namespace=SMALL_CHUNKS)
+    try:
+        yield cache
+    finally:
+        cache.close()
+
+
+def save(cache: kvtier.Cache, tokens: Any) -> None:
+    """Save a prompt, of whatever bytes its slots have, and wait until it is written down."""
+    chunks = len(tokens) // BLOCK
+    cache.settle(
+        cache.plan_save(cache.prefix(tokens), list(range(chunks))), CopyResult(CopyStatus.OK)
+    )
+    if not cache.flush(timeout=60):
+        raise SystemExit("the prompt was not written down")
+
+
+# -------------------------------------------------------------------------------------------- hang
+
+
+def hangs(server: SeaweedServer, folder: Path, rounds: int, found: Found) -> None:
+    """Serve local hits while S3 answers, and while it answers nothing."""
+    with DelayProxy(server.port) as proxy:
+        s3 = f"s3://bench/hang?capacity=1GiB&endpoint={proxy.endpoint}"
+        lmdb = f"lmdb:{folder}/kv?capacity=1GiB&admission=through&write_budget=unlimited"
+        with opened(lmdb, s3) as cache:
+            local = np.arange(64 * BLOCK + 1, dtype=np.int32)
+            save(cache, local)
+            fresh = iter(range(1, 1 << 20))
+            hits(cache, local, fresh)
+            for _ in range(rounds):
+                proxy.inject(Fault.NONE)
+                time.sleep(6.0)  # until the breaker tries again
+                cache.fetch(cache.match(unseen(next(fresh))), timeout=5, deadline=5).result(10)
+                quiet = hits(cache, local, fresh)
+                proxy.inject(Fault.HANG)
+                hung = hits(cache, local, fresh, found)
+                for tier in ("dram", "nvme"):
+                    note(found, f"while_hung.{tier}_p99_ms.base", quiet[tier])
+                    note(found, f"while_hung.{tier}_p99_ms.hung", hung[tier])
+                ratio = max(hung[tier] / quiet[tier] for tier in quiet)
+                note(found, "while_hung.local_hit_p99_ratio", ratio)
+    late = found["while_hung.over_deadline_ms"]
+    found["while_hung.over_deadline_ms_max"] = [max(late)]
+
+
+def unseen(turn: int) -> Any:
+    """Return a prompt that nobody has."""
+    return np.arange(CHUNKS * BLOCK + 1, dtype=np.int32) + 1_000_000 * turn
+
+
+def hits(
+    cache: kvtier.Cache,
+    local: Any,
+    fresh: Iterator[int],
+    late: Found | None = None,
+) -> dict[str, float]:
+    """Return p99 in ms of hits in DRAM and NVMe, beside fetches from S3 that go on meanwhile."""
+    stop = threading.Event()
+
+    def remote() -> None:
+        while not stop.is_set():
+            fetch = cache.fetch(cache.match(unseen(next(fresh))), timeout=FETCH_SECONDS, deadline=5)
+            begin = time.perf_counter()
+            fetch.result(30)
+            if late is not None:
+                over = time.perf_counter() - begin - FETCH_SECONDS
+                note(late, "while_hung.over_deadline_ms", 1e3 * over)
+            stop.wait(0.05)
+
+    thread = threading.Thread(target=remote)
+    thread.start()
+    try:
+        times: dict[str, list[float]] = {"dram": [], "nvme": []}
+        for _ in range(40):
+            cache.clear("dram")
+            with timed(times["nvme"]):
+                hit(cache, local)
+            for _ in range(25):
+                with timed(times["dram"]):
+                    hit(cache, local)
+    finally:
+        stop.set()
+        thread.join()
+    return {name: 1e3 * float(np.percentile(each, 99)) for name, each in times.items()}
+
+
+@contextlib.contextmanager
+def timed(times: list[float]) -> Iterator[None]:
+    """Keep how long something took."""
+    begin = time.perf_counter()
+    yield
+    times.append(time.perf_counter() - begin)
+
+
+def hit(cache: kvtier.Cache, tokens: Any) -> None:
+    """Match a prompt that is here, and hold it."""
+    match = cache.match(tokens)
+    lease = cache.lease(match, deadline=5)
+    if lease is None:
+        lease = cache.fetch(match, timeout=5, deadline=5).result(10)
+    if lease is None or lease.chunks < len(tokens) // BLOCK:
+        raise SystemExit("a local hit was none")
+    lease.release()
+
+
+if __name__ == "__main__":
+    main()
