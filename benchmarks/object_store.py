@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from far_proxy import FarProxy
 from msgspec import structs
 from raw_clients import LARGE, RANGE, raw_clients
 
@@ -37,7 +38,7 @@ from kvtier.identity.record import record_id
 from kvtier.metrics import Metrics
 from kvtier.seams import ThreadFlow
 from kvtier.storage_backends.s3 import S3Store
-from kvtier.testing.proxy import DelayProxy, Fault
+from kvtier.testing.proxy import Fault
 from kvtier.testing.records import NAMESPACE, aligned, make_record
 from kvtier.testing.seaweed import SeaweedServer
 from kvtier.tiers.store import Status, Write
@@ -193,7 +194,7 @@ def must(statuses: Sequence[Status]) -> None:
 def lookups(server: SeaweedServer, rounds: int, found: Found) -> None:
     """Look a prompt up that another host has written, by hosts that know nothing."""
     url = "s3://bench/lookup?capacity=1GiB&admission=through"
-    with DelayProxy(server.port, RTT) as proxy:
+    with FarProxy(server.port, RTT) as proxy:
         for turn in range(rounds):
             tokens = np.arange(CHUNKS * BLOCK + 1, dtype=np.int32) + turn * 100_000
             with opened(f"{url}&endpoint={server.endpoint}") as cache:
@@ -210,7 +211,7 @@ def warm(cache: kvtier.Cache) -> None:
         cache.fetch(cache.match(other % (1 << 30)), timeout=30, deadline=30).result(30)
 
 
-def look_up(cache: kvtier.Cache, proxy: DelayProxy, tokens: Any, found: Found) -> None:
+def look_up(cache: kvtier.Cache, proxy: FarProxy, tokens: Any, found: Found) -> None:
     """Time the look-up of one prompt, from the asking to the answer, without the read."""
     tier = next(iter(cache._desk.depot.tiers.values()))  # noqa: SLF001  (to see when it has answered)
     asked, done = [], threading.Event()
@@ -271,7 +272,7 @@ def save(cache: kvtier.Cache, tokens: Any) -> None:
 
 def hangs(server: SeaweedServer, folder: Path, rounds: int, found: Found) -> None:
     """Serve local hits while S3 answers, and while it answers nothing."""
-    with DelayProxy(server.port) as proxy:
+    with FarProxy(server.port) as proxy:
         s3 = f"s3://bench/hang?capacity=1GiB&endpoint={proxy.endpoint}"
         lmdb = f"lmdb:{folder}/kv?capacity=1GiB&admission=through&write_budget=unlimited"
         with opened(lmdb, s3) as cache:

@@ -26,6 +26,7 @@ from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, Header, RecordId
 from kvtier.seams import IoPool
 from kvtier.storage_backends.s3_get import Answer, Getter
+from kvtier.storage_backends.s3_medium import S3Medium
 from kvtier.storage_backends.s3_service import (
     ABSENT_CODES,
     AbsentError,
@@ -189,6 +190,16 @@ class S3Store:
             self._settle(results)
             yield from (result for result in results if isinstance(result, Header))
 
+    def medium(self) -> S3Medium:
+        """See Collectable."""
+
+        def headers(ids: Sequence[RecordId]) -> list[Header | Status]:
+            results = self._attempt(self._header, ids, self._pool.map)
+            both = zip(results, self._settle(results), strict=True)
+            return [one if isinstance(one, Header) else status for one, status in both]
+
+        return S3Medium(self._client, self._place, headers, self.read_spans, self._id_of, self._key)
+
     def close(self) -> None:
         """Let calls under way finish, and end threads and connections. Idempotent."""
         self._pool.close()
@@ -311,7 +322,10 @@ class S3Store:
         self._client.delete_object(**self._object(name))
 
     def _object(self, name: RecordId) -> dict[str, str]:
-        return {"Bucket": self._place.bucket, "Key": self._place.prefix + _text(name)}
+        return {"Bucket": self._place.bucket, "Key": self._key(name)}
+
+    def _key(self, name: RecordId) -> str:
+        return self._place.prefix + _text(name)
 
     def _id_of(self, key: str) -> RecordId | None:
         found = _NAME.fullmatch(key.removeprefix(self._place.prefix))

@@ -51,6 +51,7 @@ class CommandGroup(click.Group):
     lazy={
         "bench": "kvtier.cli.bench:bench",
         "doctor": "kvtier.cli.doctor:doctor",
+        "gc": "kvtier.cli.gc:gc",
         "inspect": "kvtier.cli.inspect:inspect",
         "plan": "kvtier.cli.plan:plan",
         "purge": "kvtier.cli.purge:purge",

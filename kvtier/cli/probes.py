@@ -26,6 +26,7 @@ from kvtier.errors import KvtierError
 from kvtier.identity.record import KEY_BYTES
 from kvtier.memory.sealed import available_bytes
 from kvtier.testing.records import fetch, make_record
+from kvtier.tiers.collection import Collectable
 from kvtier.tiers.store import Status, Store
 from kvtier.units import format_bytes
 
@@ -38,6 +39,7 @@ _CAP_IPC_LOCK: Final = 1 << 14  # linux/capability.h
 _PROBE_BYTES: Final = 64 << 20
 _PIECE: Final = 4 << 20
 _OBJECT_BYTES: Final = 64 << 10
+_RACERS: Final = 32
 _GPU_SECONDS: Final = 20.0
 
 
@@ -187,11 +189,25 @@ def s3(url: str) -> Finding:
         begin = time.perf_counter()
         with _opened(url) as store:
             _round_trip(store)
-        took = time.perf_counter() - begin
+            took = time.perf_counter() - begin
+            found = f"list, put, get and delete took {took:.2f} s"
+            if not isinstance(store, Collectable):
+                return Finding("s3", "ok", found, means)
+            medium = store.medium()
+            won = medium.race(_RACERS)
+            versions = medium.keeps_versions()
     except (KvtierError, OSError) as error:
         remedy = "see the cause; credentials come from the usual AWS chain"
         return Finding("s3", "missing", str(error), "an s3 tier cannot live there", remedy)
-    return Finding("s3", "ok", f"list, put, get and delete took {took:.2f} s", means)
+    found += f"; of {_RACERS} conditional puts at once {won} won"
+    if versions:
+        means += ", and keeps all that it deletes"
+        remedy = "give the bucket a lifecycle rule with NoncurrentVersionExpiration"
+        return Finding("s3", "limited", f"{found}; it keeps old versions", means, remedy)
+    if won != 1:
+        means += "; two of kvtier gc at once do the same work twice"
+        return Finding("s3", "limited", found, means, "run kvtier gc on one host")
+    return Finding("s3", "ok", found, means)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,103 @@
+"""``kvtier gc``: a shared tier's records deleted by capacity and age, leaves first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from kvtier.errors import ConfigError
+from kvtier.units import format_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from kvtier.tiers.collection import Collected
+
+__all__ = ["gc"]
+
+
+@click.command(
+    "gc", short_help="Delete from a shared tier what is too much, too old, or an orphan."
+)
+@click.argument("url")
+@click.option("--max-age", metavar="TIME", help="Delete what was written longer ago, such as 720h.")
+@click.option(
+    "--orphans-after",
+    default="1h",
+    show_default=True,
+    metavar="TIME",
+    help="Delete what hangs under nothing and was written longer ago.",
+)
+@click.option("--dry-run", is_flag=True, help="Say what would go, and delete nothing.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def gc(url: str, max_age: str | None, orphans_after: str, dry_run: bool, as_json: bool) -> int:  # noqa: FBT001
+    """Hold the capacity of the shared tier at URL, such as s3://bucket/prefix?capacity=10TiB.
+
+    To be run now and then, on one host; two at once do no harm. What goes are leaves, the ones
+    written first before others, so that what is left can be used. Objects that are no records, and
+    records of other versions, are counted and left alone. The exit status is 0 when all is as it
+    should be, 1 when the tier is still above its capacity or something could not be deleted, and 2
+    when nothing could be done.
+    """
+    from dataclasses import asdict
+
+    from kvtier.cli.medium import print_json
+    from kvtier.cli.progress import progress
+    from kvtier.config import load_store, parse_tier, store_types
+    from kvtier.errors import Unavailable
+    from kvtier.tiers.collection import Collectable, Kept, collect
+
+    tier = parse_tier(url)
+    age = None if max_age is None else parse_seconds(max_age)
+    kept = Kept(tier.capacity, age, parse_seconds(orphans_after))
+    kind = load_store(store_types()[tier.scheme]) if tier.scheme != "dram" else None
+    if kind is None or not hasattr(kind, "medium"):
+        raise ConfigError(f"a tier of {tier.scheme} is not shared: its owner keeps its capacity")
+    store = kind.open(tier.location, tier.capacity, tier.options)
+    try:
+        if not isinstance(store, Collectable):
+            raise ConfigError(f"a tier of {tier.scheme} cannot be collected")
+        medium = store.medium()
+        if medium.keeps_versions():
+            raise ConfigError(
+                "the bucket keeps what is deleted as old versions, so that deleting would free "
+                "nothing; give it a lifecycle rule with NoncurrentVersionExpiration"
+            )
+        with progress() as tell:
+            found = collect(medium, kept, tell, dry_run=dry_run)
+    except Unavailable as error:
+        raise ConfigError(str(error)) from error
+    finally:
+        store.close()
+    if as_json:
+        print_json(asdict(found))
+    else:
+        for line in _lines(found, dry_run=dry_run):
+            click.echo(line)
+    return 1 if found.ended or found.unconfirmed or found.left_over_bytes else 0
+
+
+def _lines(found: Collected, *, dry_run: bool) -> list[str]:
+    lines = [f"{found.objects:,} records, {format_bytes(found.nbytes)}"]
+    if found.overshoot_bytes:
+        lines[0] += f", {format_bytes(found.overshoot_bytes)} above the capacity"
+    for count, what in (
+        (found.strangers, "objects are no records, and were left alone"),
+        (found.unreadable, "records are spoilt or of another version, and were left alone"),
+        (found.unconfirmed, "records could not be deleted"),
+    ):
+        if count:
+            lines.append(f"{count:,} {what}")
+    would = "would be removed" if dry_run else "were removed"
+    reasons = ", ".join(f"{why} {count:,}" for why, count in sorted(found.removed.items()))
+    lines.append(
+        f"{sum(found.removed.values()):,} records, {format_bytes(found.removed_bytes)}, {would}"
+        + (f": {reasons}" if reasons else "")
+    )
+    lines.append(f"{format_bytes(found.left_bytes)} are left, ${found.month_usd:,.2f} a month")
+    if found.left_over_bytes:
+        lines.append(f"{format_bytes(found.left_over_bytes)} above the capacity")
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(found.requests.items()))
+    lines.append(f"this took {kinds}: ${found.request_usd:,.4f}")
+    if found.ended:
+        lines.append(f"ended early: {found.ended}")
+    return lines
