@@ -114,9 +114,11 @@ def gets(server: SeaweedServer, rounds: int, found: Found) -> None:
                 speeds[name] = moved / (time.perf_counter() - begin)
                 note(found, f"get.{name}.cpu_s_per_gb", (time.process_time() - used) / moved)
                 note(found, f"get.{name}.gb_per_s", speeds[name])
-            raw = max(speed for name, speed in speeds.items() if name.startswith("raw"))
-            note(found, "get_16MiB.ratio_raw.boto3", speeds["tier 16MiB"] / raw)
             note(found, "get_128KiB.over_16MiB", speeds["tier 128KiB"] / speeds["tier 16MiB"])
+    raw = [found[f"get.{name}.gb_per_s"] for name in contenders if name.startswith("raw")]
+    best = max(raw, key=statistics.median)
+    for own, other in zip(found["get.tier 16MiB.gb_per_s"], best, strict=True):
+        note(found, "get_16MiB.ratio_raw.boto3", own / other)
     found["get_16MiB.cpu_s_per_gb.boto3"] = found["get.tier 16MiB.cpu_s_per_gb"]
 
 

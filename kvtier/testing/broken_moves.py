@@ -21,7 +21,7 @@ from kvtier.flow import Moves
 from kvtier.identity.record import RecordId
 from kvtier.identity.shape import Shape
 from kvtier.testing.mutation import Mutation, Patch, collector
-from kvtier.tiers import tier
+from kvtier.tiers import exact
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.store import Status
 
@@ -67,7 +67,7 @@ def serve_a_chunk_without_its_second_part() -> list[Patch]:
 
 @_takes_away("bytes from below are verified by their checksum", "bytes of .* are wrong")
 def forget_the_checksum() -> list[Patch]:
-    return [(tier, "is_exact", lambda _header, _wanted: True)]
+    return [(exact, "is_exact", lambda _header, _wanted: True)]
 
 
 @_takes_away("a read owns its slot until the call returns", "bytes of .* are wrong|slot")

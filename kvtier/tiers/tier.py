@@ -10,20 +10,21 @@ import itertools
 import math
 import operator
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, TypeVar
 
 from kvtier.clock import Clock
 from kvtier.errors import Unavailable
 from kvtier.events import Reporter, noted
-from kvtier.identity.record import CODEC_RAW, Header, RecordId, checksum
+from kvtier.identity.record import Header, RecordId
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow, IoPool
 from kvtier.tiers.ailments import IN_A_ROW, Ailments
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.budget import WriteBudget
+from kvtier.tiers.exact import Fetched, Wanted, verify
 from kvtier.tiers.pack import longest_order
 from kvtier.tiers.packer import Packer
-from kvtier.tiers.store import CountingStore, Read, SpanStore, Status, Store, Write
+from kvtier.tiers.store import CountingStore, SpanStore, Status, Store, Write
 
 __all__ = ["Fetched", "Tier", "Wanted"]
 
@@ -36,22 +37,6 @@ HUNG_SECONDS: Final = 30.0
 _HANGS: Final = f"every call hangs for more than {HUNG_SECONDS:.0f} s"
 _CLOSE_SECONDS: Final = 5.0
 _SETTLE_SECONDS: Final = 1.0  # after which a Store that gathers changes is called once more
-
-
-class Wanted(NamedTuple):
-    """One record to read: its name, what it must be, and the buffer to fill."""
-
-    id: RecordId
-    namespace: bytes
-    raw_bytes: int
-    into: memoryview
-
-
-class Fetched(NamedTuple):
-    """Outcome of a read. `raw_sum` is the checksum of the exact bytes when the status is OK."""
-
-    status: Status
-    raw_sum: bytes = b""
 
 
 class Tier:
@@ -354,7 +339,7 @@ class Tier:
     def _read(self, wanted: list[Wanted]) -> list[Fetched]:
         """Read and verify, on a thread of the pool."""
         reads = self._verbs.read_many([one.id for one in wanted], [one.into for one in wanted])
-        return [_verify(read, one) for read, one in zip(reads, wanted, strict=True)]
+        return [verify(read, one) for read, one in zip(reads, wanted, strict=True)]
 
 
 def _guarded(call: Callable[[list[A]], list[T]], items: list[A]) -> list[T]:
@@ -385,23 +370,3 @@ def _lazily(store: Store) -> Iterator[Header]:
 def _failed(outcome: object) -> bool:
     status = outcome.status if isinstance(outcome, Fetched) else outcome
     return status is Status.FAILED
-
-
-def _verify(read: Read, wanted: Wanted) -> Fetched:
-    """Turn a Store's read into exact bytes or a status."""
-    if read.status is not Status.OK or read.header is None:
-        return Fetched(Status.FAILED if read.status is Status.OK else read.status)
-    if not is_exact(read.header, wanted):
-        return Fetched(Status.CORRUPT)
-    return Fetched(Status.OK, read.header.raw_sum)
-
-
-def is_exact(header: Header, wanted: Wanted) -> bool:
-    """Say whether a record is the wanted one, and its bytes are those that were written."""
-    return (
-        header.id == wanted.id
-        and header.namespace == wanted.namespace
-        and header.codec == CODEC_RAW
-        and header.raw_bytes == header.stored_bytes == wanted.raw_bytes
-        and checksum(wanted.into[: header.stored_bytes]) == header.stored_sum == header.raw_sum
-    )

@@ -43,7 +43,7 @@ def test_unguarded_the_poison_would_be_loaded(engines, faulty_at, kind, monkeypa
     toy = engines(store)
     toy.save("one", tokens[:TOKENS])
     toy.cache.clear("dram")
-    monkeypatch.setattr("kvtier.tiers.tier.is_exact", lambda header, wanted: True)
+    monkeypatch.setattr("kvtier.tiers.exact.is_exact", lambda header, wanted: True)
     store.depths = {2}
     _, _, exact = toy.load("two", tokens)
     assert exact == (kind != "wrong")

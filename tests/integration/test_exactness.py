@@ -121,7 +121,7 @@ def test_noise_goes_unused(lmdb, right, tmp_path):
 
 
 def test_without_verification_noise_changes_the_answer(lmdb, right, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvtier.tiers.tier.is_exact", lambda header, wanted: True)
+    monkeypatch.setattr("kvtier.tiers.exact.is_exact", lambda header, wanted: True)
     for number, (path, offset) in enumerate(payloads(tmp_path / "kv")):
         overwrite(path, offset, noise(number))
     again = serve(lmdb)

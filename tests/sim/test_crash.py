@@ -15,7 +15,7 @@ from kvtier.testing.simdisk import SimDisk
 from kvtier.testing.simscenario import Scenario, TierShape
 from kvtier.testing.simtask import SimError
 from kvtier.testing.simworld import run_world
-from kvtier.tiers import tier
+from kvtier.tiers import exact
 from kvtier.tiers.store import Status
 
 CALM = Scenario(
@@ -98,7 +98,7 @@ def test_a_store_that_loses_what_it_acknowledged_is_found(monkeypatch):
 
 
 def test_a_torn_record_that_is_served_is_found(monkeypatch):
-    monkeypatch.setattr(tier, "is_exact", lambda _header, _wanted: True)
+    monkeypatch.setattr(exact, "is_exact", lambda _header, _wanted: True)
     assert any("bytes of" in one for one in failures())
 
 

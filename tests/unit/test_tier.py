@@ -12,7 +12,7 @@ from msgspec import structs
 from kvtier.errors import Corrupt, Full, Unavailable
 from kvtier.identity.record import Header, Part
 from kvtier.testing.records import NAMESPACE, aligned, make_record
-from kvtier.tiers import tier as module
+from kvtier.tiers import exact, tier
 from kvtier.tiers.store import Status, Write
 from kvtier.tiers.tier import Fetched, Wanted
 
@@ -89,7 +89,7 @@ def test_a_claim_without_a_header_is_a_failure(bench):
 @pytest.mark.parametrize("how", ["flip", *LIES])
 def test_unverified_the_corrupt_bytes_would_get_through(bench, how: str, monkeypatch):
     """The twin: the same faults, with verification passed by."""
-    monkeypatch.setattr(module, "is_exact", lambda header, wanted: True)
+    monkeypatch.setattr(exact, "is_exact", lambda header, wanted: True)
     bench.do("write")
     if how == "flip":
         flip(bench)
@@ -139,7 +139,7 @@ def test_an_exception_of_any_kind_becomes_a_status(bench, error, caplog):
 
 def test_unguarded_one_of_them_would_hang_its_caller(bench, monkeypatch):
     """The twin: StopIteration cannot be set on an asyncio future."""
-    monkeypatch.setattr(module, "_guarded", lambda call, items: call(items))
+    monkeypatch.setattr(tier, "_guarded", lambda call, items: call(items))
     bench.fail(StopIteration("x"))
     reported = threading.Event()
     bench.flow._running().set_exception_handler(lambda loop, context: reported.set())
