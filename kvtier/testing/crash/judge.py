@@ -18,7 +18,7 @@ from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.crash.tracing import fork_and_wait
 from kvtier.testing.crash.workload import CAPACITY, GONE, NAMES, Told, open_store, record_of
 from kvtier.testing.records import NAMESPACE, aligned, make_record
-from kvtier.tiers import tier
+from kvtier.tiers import exact
 from kvtier.tiers.store import Status
 
 __all__ = ["Findings", "Verdict", "in_child", "judge", "serve", "version_of"]
@@ -66,8 +66,8 @@ def serve(store: LmdbSlabStore, number: int) -> tuple[Header | None, memoryview]
     buffer = aligned(-(-wanted.stored_bytes // 4096) * 4096)
     buffer[:] = bytes([_POISON]) * len(buffer)
     (read,) = store.read_many([wanted.id], [buffer])
-    one = tier.Wanted(wanted.id, NAMESPACE, wanted.stored_bytes, buffer)
-    hit = read.status is Status.OK and read.header is not None and tier.is_exact(read.header, one)
+    one = exact.Wanted(wanted.id, NAMESPACE, wanted.stored_bytes, buffer)
+    hit = read.status is Status.OK and read.header is not None and exact.is_exact(read.header, one)
     return (read.header if hit else None), buffer[: wanted.stored_bytes]
 
 
