@@ -1,12 +1,14 @@
 """Several ranks: one Cache in the scheduler's process, and copies where each rank's blocks are.
 
 The scheduler plans. A plan crosses to every rank as bytes, each copies its own shard between its
-blocks and the arena, which ``kvtier.Worker`` maps, and says when that has settled. A rank whose
-channel has closed has ended: it can write nothing any more, its copies have failed, and are over.
+blocks and the arena, which ``kvtier.Worker`` maps, and says when that has settled. When a rank's
+process has ended, by its pidfd, it can write nothing any more: its copies have failed, and are
+over. A channel that has closed says nothing of that: whoever closed it may be copying still.
 """
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from collections.abc import Callable, Sequence
@@ -112,10 +114,14 @@ class _RankFence:
 
 
 class RankedPages:
-    """The ranks' blocks as the scheduler sees them: stands where ``Pages`` does."""
+    """The ranks' blocks as the scheduler sees them: stands where ``Pages`` does.
 
-    def __init__(self, channels: Sequence[Channel]) -> None:
+    processes: a pidfd of each rank's, which stays the caller's.
+    """
+
+    def __init__(self, channels: Sequence[Channel], processes: Sequence[int]) -> None:
         self._channels = channels
+        self._processes = processes
         self._outcomes: dict[tuple[int, tuple[int, int]], str] = {}  # by rank, arena and id
 
     def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
@@ -123,8 +129,9 @@ class RankedPages:
         del after
         which = (plan.arena, plan.id)
         for rank, channel in enumerate(self._channels):
-            if not channel.send("plan", bytes(plan)) and not channel.closed:
-                self._outcomes[rank, which] = "takes no plans; is it stopped?"  # nor executes this
+            if not channel.send("plan", bytes(plan)):  # it is whole there never, nor executed
+                cause = "gone" if channel.closed else "takes no plans; is it stopped?"
+                self._outcomes[rank, which] = cause
         fences = [_RankFence(self, rank, which) for rank in range(len(self._channels))]
         blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
         return CopyTransfer(fences, plan.tokens, blocks)
@@ -138,7 +145,8 @@ class RankedPages:
         while (rank, plan) not in self._outcomes:
             message = channel.receive(max(until - monotonic(), 0.0))
             if message is None:
-                return "gone" if channel.closed else None
+                over = channel.closed and _has_ended(self._processes[rank], until - monotonic())
+                return "gone" if over else None
             self.take(rank, message)
         return self._outcomes.pop((rank, plan))
 
@@ -148,6 +156,13 @@ class RankedPages:
         if kind != "copied":
             raise ProtocolError(f"rank {rank} says {kind!r}, which nobody asked for")
         self._outcomes[rank, (arena, plan_id)] = cause
+
+
+def _has_ended(process: int, seconds: float) -> bool:
+    """Say whether the process of a pidfd has ended, after so many seconds at most."""
+    poll = select.poll()
+    poll.register(process, select.POLLIN)
+    return bool(poll.poll(max(seconds, 0.0) * 1000))
 
 
 class RankCopies:

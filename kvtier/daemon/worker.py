@@ -12,7 +12,7 @@ import select
 import threading
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvtier.checks import check_wait
 from kvtier.copier import Pages
@@ -27,6 +27,8 @@ from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.geometry import Geometry
 
 __all__ = ["Worker"]
+
+_SAID: Final = 4096  # more than a socket holds
 
 
 class Worker:
@@ -47,6 +49,7 @@ class Worker:
         self._pid = 0
         self._wire: Wire | None = None
         self._unsaid: deque[Ended] = deque()
+        self._said: deque[Ended] = deque(maxlen=_SAID)  # which the server may not have read
         self._lock = threading.Lock()  # of the wire and what it has to say
         self._tether: Tether | None = None
 
@@ -106,6 +109,7 @@ class Worker:
         self._session = os.urandom(16)
         self._lock = threading.Lock()  # a parent's may have been held as it forked
         self._unsaid, self._wire, self.arena = deque(), None, MappedArena()
+        self._said.clear()
         wait_for_daemon(self.path, self._come_up, timeout)
         self._tether = Tether(
             self.path,
@@ -130,6 +134,8 @@ class Worker:
                 wire.close()
                 raise
         with self._lock:
+            self._unsaid.extendleft(reversed(self._said))  # nobody knows what the last one read
+            self._said.clear()
             self._wire = wire
             self._say()
 
@@ -140,7 +146,7 @@ class Worker:
             if wire is not None:
                 while self._unsaid and wire.put(b"", 0.0):
                     wire.put(encode(self._unsaid[0]), 0.0)
-                    self._unsaid.popleft()
+                    self._said.append(self._unsaid.popleft())
         except OSError:
             wire = None  # the thread sees it, too
 

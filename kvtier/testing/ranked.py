@@ -9,6 +9,7 @@ scheduler's own, as a descriptor.
 from __future__ import annotations
 
 import dataclasses
+import os
 import socket
 import subprocess
 import sys
@@ -85,7 +86,8 @@ class Ranks:
         for theirs in (*peers, *(pair[1] for pair in links)):
             theirs.close()
         self.channels = [Channel(ours) for ours, _ in links]
-        self.pages = RankedPages(self.channels)
+        self._pidfds = [os.pidfd_open(process.pid) for process in self.processes]
+        self.pages = RankedPages(self.channels, self._pidfds)
         order = (dataclasses.asdict(shape), seed, num_blocks, num_states, engine, path)
         for rank, channel in enumerate(self.channels):
             channel.send("open", *order, self.geometry.chunk_tokens, rank)
@@ -117,6 +119,8 @@ class Ranks:
             channel.close()
         for process in self.processes:
             process.wait(_ANSWER_SECONDS)
+        while self._pidfds:
+            os.close(self._pidfds.pop())
 
     def _answer(self, rank: int) -> bytes:
         while (message := self.channels[rank].receive(_ANSWER_SECONDS)) is not None:

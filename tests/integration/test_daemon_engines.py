@@ -68,12 +68,14 @@ def plain():
 
 def test_an_engine_hits_what_another_one_prefilled(plain):
     talk = prompt(200)
-    with running("dram:4MiB") as daemon, Served(daemon.url) as one, Served(daemon.url) as two:
+    with contextlib.ExitStack() as stack:
+        url = stack.enter_context(running("dram:4MiB")).url + "?patience=5s"
+        one, two = (stack.enter_context(Served(url)) for _ in range(2))
         assert asked(one, talk) == (plain(talk), {})
         assert asked(two, talk) == (plain(talk), {"dram": 192})
         one.process.kill()  # what it saved stays
         assert asked(two, prompt(200, 5)) == (plain(prompt(200, 5)), {})
-        with Served(daemon.url) as three:
+        with Served(url) as three:
             assert asked(three, prompt(200, 5)) == (plain(prompt(200, 5)), {"dram": 192})
 
 

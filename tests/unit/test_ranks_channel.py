@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+import subprocess
 import threading
 
 import pytest
@@ -28,11 +30,21 @@ def ends():
     theirs.close()
 
 
-def test_a_stopped_rank_holds_its_scheduler_up_for_a_while_only(ends, monkeypatch):
+@pytest.fixture
+def process():
+    """Return a process that a test ends, and its pidfd."""
+    with subprocess.Popen(["/bin/sleep", "100"]) as child:
+        pidfd = os.pidfd_open(child.pid)
+        yield child, pidfd
+        os.close(pidfd)
+        child.kill()
+
+
+def test_a_stopped_rank_holds_its_scheduler_up_for_a_while_only(ends, process, monkeypatch):
     monkeypatch.setattr(ranks, "_SEND_SECONDS", 0.05)
     ours, theirs = ends
     channel = Channel(ours)
-    pages = RankedPages([channel])
+    pages = RankedPages([channel], [process[1]])
     assert channel.send("step", 1)
     assert not channel.send("step", FILLER)
     assert not channel.closed, "it may still write to what it was told of before"
@@ -57,11 +69,23 @@ def test_without_a_deadline_it_would_wait_for_ever(ends, monkeypatch):
     assert channel.closed
 
 
-def test_plans_sent_before_are_out_until_the_rank_has_ended(ends, monkeypatch):
+@pytest.mark.parametrize("twin", [False, True])
+def test_plans_sent_before_are_out_until_the_rank_has_ended(ends, process, monkeypatch, twin):
+    """Its channel may close before: the twin takes that for its end, and its slots are reused."""
     monkeypatch.setattr(ranks, "_SEND_SECONDS", 0.05)
     channel = Channel(ends[0])
-    before = RankedPages([channel]).execute(plan(1), ())
+    if twin:
+        monkeypatch.setattr(ranks, "_has_ended", lambda *_: True)
+    before = RankedPages([channel], [process[1]]).execute(plan(1), ())
     assert not channel.send("step", FILLER)
     assert before.result(0.05).status is CopyStatus.TIMEOUT
     ends[1].close()
+    assert before.result(0.05).status is (CopyStatus.FAILED if twin else CopyStatus.TIMEOUT)
+    process[0].kill()
     assert before.result(5.0).status is CopyStatus.FAILED
+
+
+def test_a_plan_that_a_rank_never_had_is_over_at_once(ends, process):
+    ends[1].close()
+    after = RankedPages([Channel(ends[0])], [process[1]]).execute(plan(2), ())
+    assert after.result(5.0).cause == "OSError: rank 0: gone"
