@@ -5,8 +5,8 @@
     … --record             write that down anew, from the vLLM that is installed
 
 Real vLLM on CPU, with a random model; `make engines` installs it. In every round a process
-without the connector and one with it have their turn, with the same prompts. Its pool of KV is
-written to beforehand, so that no page of it is touched for the first time while it is timed.
+without the connector and one with it have their turn, with the same prompts. Their pools of KV are
+written to beforehand, so that no page is touched for the first time while it is timed.
 
 scheduler_us_per_step      time in the connector on the scheduler's thread, of the steps in which
                            64 requests are running; what admits and hashes a new one is apart.
@@ -14,6 +14,7 @@ scheduler_us_per_step      time in the connector on the scheduler's thread, of t
 live_us_per_step           the same while vLLM computes
 no_reuse_throughput_ratio  tokens a second over those without the connector, where no two prompts
                            share anything, so that all it does is to save; the median of rounds
+no_reuse_cpu_ratio         the same of the processor's seconds, which other work does not change
 warm_ttft_over_own_hit     a prompt of 2,064 tokens in DRAM over the same one in vLLM's own cache
 """
 
@@ -30,12 +31,12 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from kvtier.testing.vllm_record import Recorder, Replay, read_record, write_record
 
 RUNNING = 64
-PROMPT, OUTPUT = 288, 96  # a whole chunk, so that there is something to save
+PROMPT, OUTPUT = 288, 48  # a whole chunk, so that there is something to save
 LONG, WARM = 2064, 25
 RECORDED = Path(__file__).parent / "results" / "vllm-steps.json.gz"
 REPLAYS = 5
@@ -83,6 +84,12 @@ class Watch:
 
         scheduler.schedule = scheduled
 
+    def end(self) -> None:
+        """Put the scheduler's and the connector's own methods back."""
+        del self._scheduler.schedule
+        for name in (*ON_STEP, *ON_REQUEST):
+            delattr(self._scheduler.connector, name)
+
     def _wrap(self, name: str, *, per_step: bool) -> None:
         call: Callable[..., Any] = getattr(self._scheduler.connector, name)
 
@@ -125,73 +132,119 @@ def started(folder: str, arm: str) -> Any:
     return llm
 
 
-def child(folder: str, arm: str, turn: int) -> dict[str, Any]:
-    """Measure one arm in this process; with a negative turn, record what its scheduler says."""
-    import vllm
+class Child:
+    """One arm in this process, told what to do a line at a time."""
 
-    llm = started(folder, arm)
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    watch = Watch(scheduler) if arm == "kvtier" and turn >= 0 else None
-    drawn = random.Random(turn)
+    def __init__(self, folder: str, arm: str) -> None:
+        import vllm
 
-    def answer(prompts: list[list[int]], tokens: int) -> float:
-        params = vllm.SamplingParams(
+        self.vllm = vllm
+        self.llm = started(folder, arm)
+        self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
+        self.connector = self.scheduler.connector
+        self.drawn = random.Random(0)
+        self.answer(self.prompts(4, PROMPT), 4)
+
+    def answer(self, prompts: list[list[int]], tokens: int) -> tuple[float, float]:
+        """Return the seconds that it took, and the processor's."""
+        params = self.vllm.SamplingParams(
             temperature=0.0, max_tokens=tokens, detokenize=False, ignore_eos=True
         )
-        begin = time.perf_counter()
-        llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-        return time.perf_counter() - begin
+        given = [{"prompt_token_ids": one} for one in prompts]
+        begin = time.perf_counter(), time.process_time()
+        self.llm.generate(given, params, use_tqdm=False)
+        return time.perf_counter() - begin[0], time.process_time() - begin[1]
 
-    def prompts(count: int, length: int) -> list[list[int]]:
-        return [[drawn.randrange(TOKENS) for _ in range(length)] for _ in range(count)]
+    def prompts(self, count: int, length: int) -> list[list[int]]:
+        return [[self.drawn.randrange(TOKENS) for _ in range(length)] for _ in range(count)]
 
-    answer(prompts(4, PROMPT), 4)
-    if turn < 0:
-        recorder = Recorder(scheduler.connector)
-        lengths = [160 + 5 * at for at in range(RUNNING)]
-        answer([[drawn.randrange(256) for _ in range(length)] for length in lengths], OUTPUT)
-        made_by = "benchmarks/vllm_connector.py --record"
-        write_record(
-            recorder.record(engine=f"vLLM {vllm.__version__}, CPU", made_by=made_by), RECORDED
-        )
-        llm.llm_engine.engine_core.shutdown()
-        return {}
-    seconds = answer(prompts(RUNNING, PROMPT), OUTPUT)
-    found: dict[str, Any] = {"tokens_per_s": RUNNING * OUTPUT / seconds}
-    found["ms_per_step"] = seconds * 1000 / (OUTPUT + 1)
-    if watch is not None:
-        full = [step for step in watch.steps if step[0] == RUNNING]
-        found["step_us"] = [step * 1e6 for _, step, _ in full]
-        found["request_us"] = [request * 1e6 for _, _, request in watch.steps if request]
-        found["ttft"] = {"own": [], "dram": []}
-        (long,) = prompts(1, LONG)
-        answer([long], 4)
+    def serve(self) -> dict[str, Any]:
+        """Serve prompts that share nothing; what was saved is published before this returns."""
+        watch = Watch(self.scheduler) if self.connector is not None else None
+        seconds, cpu = self.answer(self.prompts(RUNNING, PROMPT), OUTPUT)
+        found: dict[str, Any] = {"tokens_per_s": RUNNING * OUTPUT / seconds, "cpu_s": cpu}
+        found["ms_per_step"] = seconds * 1000 / (OUTPUT + 1)
+        if watch is not None:
+            found["step_us"] = [step * 1e6 for n, step, _ in watch.steps if n == RUNNING]
+            found["request_us"] = [request * 1e6 for _, _, request in watch.steps if request]
+            watch.end()
+            self.connector.cache.flush(timeout=60)
+        return found
+
+    def warm(self) -> dict[str, Any]:
+        """Time a prompt that vLLM has, and that kvtier has, in turns."""
+        found: dict[str, Any] = {"own": [], "dram": []}
+        (long,) = self.prompts(1, LONG)
+        self.answer([long], 4)
         for _ in range(WARM):
-            found["ttft"]["own"].append(answer([long], 1))
-            llm.reset_prefix_cache()
-            found["ttft"]["dram"].append(answer([long], 1))
-        hits = scheduler.connector.cache.metrics.get("hit_tokens", tier="dram")
-        found["hit_tokens"] = hits
-    llm.llm_engine.engine_core.shutdown()
-    return found
+            found["own"].append(self.answer([long], 1)[0])
+            self.llm.reset_prefix_cache()
+            found["dram"].append(self.answer([long], 1)[0])
+        found["hit_tokens"] = self.connector.cache.metrics.get("hit_tokens", tier="dram")
+        return found
+
+    def record(self) -> dict[str, Any]:
+        """Write down what the scheduler says to the connector."""
+        recorder = Recorder(self.connector)
+        lengths = [160 + 5 * at for at in range(RUNNING)]
+        self.answer([[self.drawn.randrange(256) for _ in range(n)] for n in lengths], 96)
+        source = {"engine": f"vLLM {self.vllm.__version__}, CPU", "made_by": "--record"}
+        write_record(recorder.record(**source), RECORDED)
+        return {}
+
+    def run(self) -> None:
+        """Answer each line with another."""
+        out = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            print(json.dumps(getattr(self, line.strip())()), file=out, flush=True)
+        self.llm.llm_engine.engine_core.shutdown()
 
 
-def measured(folder: str, arm: str, turn: int) -> dict[str, Any]:
-    """Run a child and return what it found."""
-    environment = {
-        **os.environ,
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-    }
-    words = [sys.executable, __file__, "--child", folder, arm, str(turn)]
-    done = subprocess.run(words, check=True, env=environment, stdout=subprocess.PIPE, text=True)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+class Arm:
+    """A child's process, seen from here. A context manager."""
+
+    def __init__(self, folder: str, arm: str) -> None:
+        environment = {
+            **os.environ,
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_LOGGING_LEVEL": "ERROR",
+            "VLLM_NO_USAGE_STATS": "1",
+        }
+        words = [sys.executable, __file__, "--child", folder, arm]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(
+            words, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.communicate()
+
+    def ask(self, what: str) -> dict[str, Any]:
+        print(what, file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline() if self.process.stdout else ""
+        if not line:
+            sys.exit("a child has ended; see what it says above")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+
+def measured(folder: str, rounds: int) -> dict[str, Any]:
+    """Let both arms have their turn in every round, the other one first each time."""
+    with Arm(folder, "none") as none, Arm(folder, "kvtier") as kvtier:
+        served = []
+        for turn in range(rounds + 1):
+            arms = [("none", none), ("kvtier", kvtier)]
+            order = arms if turn % 2 else arms[::-1]
+            served.append({name: arm.ask("serve") for name, arm in order})
+        return report(served[1:], kvtier.ask("warm"))  # the first one warms up
 
 
 def replayed() -> tuple[list[float], list[float]]:
@@ -212,31 +265,31 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"p50": statistics.median(values), "p99": cuts[98], "count": len(values)}
 
 
-def report(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
+def report(rounds: list[dict[str, dict[str, Any]]], warm: dict[str, Any]) -> dict[str, Any]:
     """Put the rounds together."""
-    with_it = [one["kvtier"] for one in rounds]
-    ratios = [one["kvtier"]["tokens_per_s"] / one["none"]["tokens_per_s"] for one in rounds]
-    own = statistics.median([s for one in with_it for s in one["ttft"]["own"]])
-    dram = statistics.median([s for one in with_it for s in one["ttft"]["dram"]])
+    pairs = [(one["kvtier"], one["none"]) for one in rounds]
+    ratios = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in pairs]
+    own, dram = (statistics.median(warm[name]) for name in ("own", "dram"))
     return {
-        "live_us_per_step": spread([us for one in with_it for us in one["step_us"]]),
-        "admitting_us_per_step": spread([us for one in with_it for us in one["request_us"]]),
-        "ms_per_step": statistics.median([one["none"]["ms_per_step"] for one in rounds]),
+        "live_us_per_step": spread([us for one, _ in pairs for us in one["step_us"]]),
+        "admitting_us_per_step": spread([us for one, _ in pairs for us in one["request_us"]]),
+        "ms_per_step": statistics.median([other["ms_per_step"] for _, other in pairs]),
         "no_reuse_throughput_ratio": statistics.median(ratios),
         "no_reuse_throughput_ratios": ratios,
+        "no_reuse_cpu_ratio": statistics.median([a["cpu_s"] / b["cpu_s"] for a, b in pairs]),
         "warm_ttft_over_own_hit": dram / own,
+        "warm_ttft_over_own_hit_fastest": min(warm["dram"]) / min(warm["own"]),
         "ttft_s": {"own": own, "dram": dram},
-        "expected_hit": all(one["hit_tokens"] == WARM * (LONG // 256 * 256) for one in with_it),
+        "expected_hit": warm["hit_tokens"] == WARM * (LONG // 256 * 256),
     }
 
 
 def main() -> None:
     if "--child" in sys.argv:
-        folder, arm, turn = sys.argv[2:]
-        print(json.dumps(child(folder, arm, int(turn))))
+        Child(*sys.argv[2:]).run()
         return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--recorded", action="store_true")
@@ -249,13 +302,10 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             make_model(folder)
             if given.record:
-                measured(folder, "kvtier", -1)
+                with Arm(folder, "kvtier") as arm:
+                    arm.ask("record")
                 return
-            rounds = []
-            for turn in range(given.rounds):
-                arms = ("none", "kvtier") if turn % 2 else ("kvtier", "none")
-                rounds.append({arm: measured(folder, arm, turn) for arm in arms})
-        found |= report(rounds)
+            found |= measured(folder, given.rounds)
     print(json.dumps(found, indent=1))
     if given.json:
         given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")

@@ -147,6 +147,9 @@ class VllmArm:
         except (OSError, RuntimeError, ValueError) as error:
             cause = " ".join(str(error).split())
             raise ConfigError(f"vLLM did not start on {self._loaded.model}: {cause}") from error
+        runner = self._core.model_executor.driver_worker.worker.model_runner
+        for tensor in runner.kv_caches:
+            tensor.zero_()  # an engine's pool is resident: no page fault while it is timed
 
     def _transfer(self, tiers: list[str]) -> Any:
         """Return how vLLM is told of the connector; None where there are no tiers."""
@@ -163,8 +166,12 @@ class VllmArm:
     # ---- serving
 
     @property
+    def _core(self) -> Any:
+        return self._llm.llm_engine.engine_core.engine_core
+
+    @property
     def _connector(self) -> Any:
-        return self._llm.llm_engine.engine_core.engine_core.scheduler.connector
+        return self._core.scheduler.connector
 
     def _empty(self, tiers: list[str]) -> None:
         self._llm.reset_prefix_cache()

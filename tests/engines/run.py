@@ -167,6 +167,25 @@ def in_processes(bench: Bench, plain: dict[str, Any]) -> Outcomes:
     return found
 
 
+def benchmarked(bench: Bench) -> Outcomes:
+    """Run the benchmark of the command line, small."""
+    words = ["bench", "vllm", "shared-prefix", "--num-prefixes", "1", "--prefix-len", "512"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kvtier", *words, "--arms", "recompute,dram", "--json", "-"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=bench.environment,
+        cwd=bench.folder,
+    )
+    if done.returncode:
+        return {"kvtier bench vllm": f"not so; seen: {done.stderr[-500:]}"}
+    recompute, dram = json.loads(done.stdout)["arms"]
+    fine = recompute["tokens_sha256"] == dram["tokens_sha256"] and dram["hit_tokens"]
+    return {"kvtier bench vllm": said(fine == {"dram": 512}, dram)}
+
+
 def refused(bench: Bench) -> Outcomes:
     """Ask for what cannot work: it is refused at start."""
     absent = f"unix:{bench.folder}/nobody.sock?timeout=1s"
@@ -210,6 +229,7 @@ def vllm(bench: Bench, *, short: bool) -> Outcomes:
     found |= in_processes(bench, plain)
     found |= without_a_daemon(bench, plain)
     found |= refused(bench)
+    found |= benchmarked(bench)
     hybrid = bench.vllm("hybrid", "none")
     for cases in (in_memory, on_disk, in_a_crowd):
         found |= {f"hybrid: {case}": how for case, how in cases(bench, "hybrid", hybrid).items()}
