@@ -28,6 +28,7 @@ from kvtier.transfer import CopyTransfer
 __all__ = ["Pages"]
 
 _LOAD_GROUPS: Final = 4
+_ANY_PLAN: Final = (1 << 63) - 1  # none was issued before it
 
 
 class Pages:
@@ -64,6 +65,8 @@ class Pages:
         self._device = device
         self._block_tokens = geometry.block_tokens[0]
         self._chunk_blocks = geometry.chunk_tokens // self._block_tokens
+        if arena.id and (memory := arena.of(arena.id, _ANY_PLAN)) is not None:
+            device.pin(memory)  # here, where a refusal is the engine's to hear, not at a copy
         self._kinds = [
             _Kind(geometry, component, device, tensor, rank)
             for component, tensor in zip(geometry.components, tensors, strict=True)
@@ -86,6 +89,7 @@ class Pages:
         memory = self._arena.of(plan.arena, plan.id)
         if memory is None:
             return CopyTransfer((_GONE,), plan.tokens, blocks)
+        self._device.pin(memory)  # nothing, unless it came later or anew
         saves = plan.kind == "save"
         copies = [copy for part in plan.parts for copy in self._copies(part, memory, saves=saves)]
         if saves:

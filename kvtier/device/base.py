@@ -78,6 +78,14 @@ class Device(Protocol):
         """
         ...
 
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        """Make memory of slots fit for copies, all of it; nothing where it is already.
+
+        Memory that has it pinned and overlaps, is taken to be gone. Raises ConfigError when the
+        system refuses.
+        """
+        ...
+
     def host_fence(self) -> Fence:
         """Return a fence of what the calling thread has computed until now."""
         ...

@@ -159,6 +159,9 @@ class CpuDevice:
             tensor = tensor.detach()
         return byte_pages(tensor, planes, block_bytes)
 
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        """See Device. A CPU copies from and to any memory."""
+
     def host_fence(self) -> CpuFence:
         """See Device. The CPU engine computes on the calling thread, so it is done."""
         fence = CpuFence()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from kvtier.device.base import HOLE, Copy, group_planes
 from kvtier.errors import MisuseError
 
-__all__ = ["CUT_BYTES", "Runs", "cut", "describe", "joined"]
+__all__ = ["CUT_BYTES", "Numbers", "Runs", "cut", "describe", "joined"]
 
 CUT_BYTES: Final = 64 << 10
 """The most that one block of threads copies in a row: few long runs still employ all of them."""

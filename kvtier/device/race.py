@@ -187,6 +187,10 @@ class Checked:
         """See Device."""
         return self.inner.pages(tensor, planes, block_bytes)
 
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        """See Device."""
+        self.inner.pin(memory)
+
     def host_fence(self) -> CheckedFence:
         """See Device. It covers what this thread has touched, and the device's compute stream."""
         inner = self.inner.host_fence()

@@ -12,7 +12,10 @@ from numpy.typing import NDArray
 from kvtier.device.base import Copy, Fence
 from kvtier.device.chaos import POISON, ChaosDevice
 from kvtier.device.cpu import CpuDevice, CpuStream
+from kvtier.device.cuda import CudaDevice, CudaStream
+from kvtier.device.paths import DEFAULT, Choice, Way
 from kvtier.device.race import Checked, CheckedStream, Race
+from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.transfer import CopyStatus, CopyTransfer
 
 __all__ = ["BLOCKS", "CHUNK", "PLANES", "Rig", "settled", "values"]
@@ -29,26 +32,37 @@ Bytes = NDArray[np.uint8]
 class Rig:
     """Blocks, slots, streams and a host, whose accesses are all declared. Memory is poisoned.
 
-    seed: of the schedule; None: streams on threads of their own. races: what the checker found.
+    seed: of the schedule; None: streams on threads of their own. way: of copies of the CUDA device,
+    whose driver is these streams; None: of the CPU device. races: what the checker found.
     """
 
-    def __init__(self, seed: int | None) -> None:
+    def __init__(self, seed: int | None, way: Way | None = None) -> None:
         self.races: list[Race] = []
         device = CpuDevice() if seed is None else ChaosDevice(seed)
-        self.device = Checked(device, self.races.append)
         self._threaded = CpuStream("compute") if seed is None else None
         compute = device.compute if isinstance(device, ChaosDevice) else self._threaded
         self._queue = cast("CpuStream", compute)
-        self.compute = self.device.compute or self.device.wrap(self._queue, "compute")
+        self._under = device
+        if way is None:
+            self.device = Checked(device, self.races.append)
+            self.compute = self.device.compute or self.device.wrap(self._queue, "compute")
+        else:
+            streams = device._stream if isinstance(device, ChaosDevice) else CpuStream
+            driver = CpuDriver(streams, self._queue)
+            cuda = CudaDevice(driver, DEFAULT, Choice(way), in_flight=2, staging_bytes=64)
+            self.device = Checked(cuda, self.races.append)
+            self.compute = self.device.wrap(CudaStream(driver, self._queue, 1), "compute")
         self.kv = np.full((PLANES, BLOCKS, BYTES), POISON, np.uint8)
         self.slots = np.full((SLOTS, PLANES, CHUNK, BYTES), POISON, np.uint8)
         self.staging = np.full((PLANES, CHUNK, BYTES), POISON, np.uint8)
+        self.device.pin(self.slots)
 
     def close(self) -> None:
         """Let all work end."""
         if self._threaded is not None:
             self._threaded.close()
         self.device.close()
+        self._under.close()
 
     def launch(
         self,
@@ -83,7 +97,8 @@ class Rig:
 
     def enqueue(self, stream: CheckedStream, work: Callable[[], Any]) -> None:
         """Enqueue work that was declared."""
-        cast("CpuStream", stream.inner).enqueue(work)
+        inner = stream.inner.handle if isinstance(stream.inner, CudaStream) else stream.inner
+        cast("CpuStream", inner).enqueue(work)
 
     def store(self, blocks: Sequence[int], slot: int, after: Sequence[Fence]) -> Fence:
         """Copy blocks into a slot."""

@@ -18,6 +18,7 @@ from typing import Final, cast
 import numpy as np
 
 from kvtier.device.base import Copy, Fence
+from kvtier.device.paths import Way
 from kvtier.device.race import Race
 from kvtier.testing.device_rig import BLOCKS, CHUNK, PLANES, Rig, settled, values
 from kvtier.transfer import CopyStatus
@@ -260,18 +261,18 @@ class Examined:
         )
 
 
-def run(hazard: Hazard, seed: int | None, *, edge: bool) -> Outcome:
-    """Run a hazard on one schedule; seed None: on real threads. Blocks."""
-    rig = Rig(seed)
+def run(hazard: Hazard, seed: int | None, *, edge: bool, way: Way | None = None) -> Outcome:
+    """Run a hazard on one schedule; seed None: on real threads. way: see Rig. Blocks."""
+    rig = Rig(seed, way)
     with closing(rig):
         right = hazard(rig, edge)
     return Outcome(right, tuple(rig.races))
 
 
-def examine(hazard: Hazard, schedules: int) -> Examined:
-    """Run a hazard and its twin on schedules 0, 1, and so on. Blocks."""
-    kept = [run(hazard, seed, edge=True) for seed in range(schedules)]
-    twins = [run(hazard, seed, edge=False) for seed in range(schedules)]
+def examine(hazard: Hazard, schedules: int, way: Way | None = None) -> Examined:
+    """Run a hazard and its twin on schedules 0, 1, and so on. way: see Rig. Blocks."""
+    kept = [run(hazard, seed, edge=True, way=way) for seed in range(schedules)]
+    twins = [run(hazard, seed, edge=False, way=way) for seed in range(schedules)]
     return Examined(
         name=hazard.__name__.replace("_", " "),
         schedules=schedules,

@@ -1,0 +1,297 @@
+"""The CUDA device: copies between a GPU's blocks and pinned slots, on streams of their own.
+
+It has not run on a GPU yet. All but the driver's calls (``torch_driver``) is tested on CPU
+streams that stand in for the driver's, as adverse ones, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.clock import monotonic
+from kvtier.device.base import Copy, Fence, Role, Stream
+from kvtier.device.descriptors import CUT_BYTES, Numbers, Runs, cut, describe, joined
+from kvtier.device.driver import Buffer, Driver, Event
+from kvtier.device.layout import byte_pages
+from kvtier.device.paths import Choice, Table
+from kvtier.errors import ConfigError, MisuseError
+
+__all__ = ["CudaDevice", "CudaFence", "CudaStream"]
+
+IN_FLIGHT: Final = 64
+"""Operations of one stream that are enqueued at a time. With some 1,000 an A100's queue is full,
+and to enqueue takes 180 us and not 2: vllm-project/vllm#29013."""
+STAGING_BYTES: Final = 32 << 20
+_CLOSE_SECONDS: Final = 10.0
+_LOOK_SECONDS: Final = 50e-6
+_PAUSE: Final = threading.Event()  # never set
+_log = logging.getLogger("kvtier")
+
+
+class CudaFence:
+    """See Fence."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        """See Fence."""
+        return self.event.done()
+
+    def wait(self, timeout: float) -> bool:
+        """See Fence."""
+        until = monotonic() + timeout
+        while not self.event.done():
+            if monotonic() >= until:
+                return False
+            _PAUSE.wait(_LOOK_SECONDS)
+        return True
+
+
+class CudaStream:
+    """See Stream. Of one CudaDevice: `handle` is the driver's."""
+
+    def __init__(self, driver: Driver, handle: Any, in_flight: int) -> None:
+        self.handle = handle
+        self.closed = False
+        self._driver = driver
+        self._turns = [_Turn() for _ in range(in_flight)]
+        self._count = 0
+        self.staging: Buffer | None = None
+
+    def record(self) -> CudaFence:
+        """See Stream."""
+        return CudaFence(self._driver.record(self.handle))
+
+    def wait(self, fence: Fence) -> None:
+        """See Stream. A fence of no GPU has to be done. Raises MisuseError, or what it raises."""
+        if isinstance(fence, CudaFence):
+            self._driver.wait(self.handle, fence.event)
+        elif not fence.done():
+            raise MisuseError(
+                f"a GPU cannot wait for {fence!r}, which is not done: wait for it on the host first"
+            )
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[_Turn]:
+        """Lend what one operation needs until it has ended; wait for the oldest where all are lent.
+
+        What is lent is the operation's alone until its event: nothing that it reads later on is
+        changed, or given back, before.
+        """
+        turn = self._turns[self._count % len(self._turns)]
+        self._count += 1
+        while turn.event is not None and not _ended(turn.event):
+            _PAUSE.wait(_LOOK_SECONDS)
+        try:
+            yield turn
+        finally:
+            turn.event = self._driver.record(self.handle)
+
+
+class _Turn:
+    """What one operation in flight owns: its table, on both sides."""
+
+    def __init__(self) -> None:
+        self.event: Event | None = None
+        self.table: Numbers | None = None
+        self._host: NDArray[np.uint8] | None = None
+        self._there: Buffer | None = None
+
+    def upload(self, driver: Driver, stream: Any, table: Numbers) -> int:
+        """Enqueue a copy of a table to the GPU; return its address there."""
+        if self._host is None or self._there is None or self._host.size < table.nbytes:
+            size = 1 << (table.nbytes - 1).bit_length()
+            self._host, self._there = driver.host(size), driver.memory(size, stream)
+        self._host[: table.nbytes] = table.reshape(-1).view(np.uint8)
+        driver.copy(stream, self._there.address, self._host.ctypes.data, table.nbytes)
+        return self._there.address
+
+
+class CudaDevice:
+    """Copies on two streams of one GPU. See Device.
+
+    table: chooses the way that a copy goes. way: all go this one. in_flight: operations of a
+    stream at a time; beyond it a call waits for the oldest. Calls come from one thread a stream.
+    Slots have to lie in memory that was pinned: others are refused, never copied slowly.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        table: Table,
+        way: Choice | None = None,
+        *,
+        in_flight: int = IN_FLIGHT,
+        staging_bytes: int = STAGING_BYTES,
+    ) -> None:
+        if way is not None and way.way == "batch" and not driver.batches:
+            raise ConfigError(
+                "this driver has no batched copies: they need CUDA 12.8, a driver of 570 or later"
+            )
+        self.name = f"cuda: {driver.name}"
+        self._driver = driver
+        self._table = table
+        self._way = way
+        self._staging_bytes = staging_bytes
+        self._pinned: dict[int, int] = {}
+        self._streams: dict[Role, CudaStream] = {
+            "load": CudaStream(driver, driver.stream(), in_flight),
+            "store": CudaStream(driver, driver.stream(), in_flight),
+        }
+
+    def stream(self, role: Role) -> CudaStream:
+        """See Device."""
+        return self._streams[role]
+
+    def pages(self, tensor: Any, planes: int, block_bytes: int) -> NDArray[np.uint8]:
+        """See Device. The array says where the bytes are; the host must not look inside."""
+        return byte_pages(self._driver.own(tensor), planes, block_bytes)
+
+    def pin(self, memory: NDArray[np.uint8]) -> None:
+        """See Device."""
+        address, size = memory.ctypes.data, memory.nbytes
+        if not size or self._pinned.get(address) == size:
+            return
+        for old, extent in list(self._pinned.items()):
+            if old < address + size and address < old + extent:
+                self._drain(_CLOSE_SECONDS)  # that memory is gone, or is this one by another size
+                self._driver.unpin(old)
+                del self._pinned[old]
+        self._driver.pin(address, size)
+        self._pinned[address] = size
+
+    def host_fence(self) -> CudaFence:
+        """See Device. A fence of the stream that the calling thread computes on."""
+        return CudaFence(self._driver.caller())
+
+    def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
+        """See Device. Raises MisuseError for what does not match, and enqueues nothing then."""
+        mine, runs = self._mine(stream), self._described(copies, 0, 1)
+        for fence in after:
+            mine.wait(fence)
+        self._move(mine, "store", runs, into_slot=True)
+        return mine.record()
+
+    def scatter(
+        self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence], groups: int = 1
+    ) -> list[Fence]:
+        """See Device. Raises MisuseError for what does not match, and enqueues nothing then."""
+        mine = self._mine(stream)
+        each = [self._described(copies, index, groups) for index in range(groups)]
+        for fence in after:
+            mine.wait(fence)
+        fences: list[Fence] = []
+        for runs in each:
+            self._move(mine, "load", runs, into_slot=False)
+            fences.append(mine.record())
+        return fences
+
+    def close(self) -> None:
+        """See Device. Memory that work still uses after ten seconds stays pinned."""
+        if all(stream.closed for stream in self._streams.values()):
+            return
+        for stream in self._streams.values():
+            stream.closed = True
+        if not self._drain(_CLOSE_SECONDS):
+            _log.warning("%s still copies at close; its memory stays pinned", self.name)
+            return
+        while self._pinned:
+            self._driver.unpin(self._pinned.popitem()[0])
+        self._driver.close()
+
+    def _drain(self, timeout: float) -> bool:
+        until = monotonic() + timeout
+        fences = [stream.record() for stream in self._streams.values()]
+        for fence in fences:
+            with contextlib.suppress(Exception):  # who holds the copy's own fence hears of it
+                if not fence.wait(max(until - monotonic(), 0)):
+                    return False
+        return True
+
+    def _mine(self, stream: Stream) -> CudaStream:
+        if not any(stream is one for one in self._streams.values()):
+            raise MisuseError("a CUDA device takes its own streams only")
+        mine: CudaStream = stream  # type: ignore[assignment]  # it is one of them
+        if mine.closed:
+            raise MisuseError(f"{self.name} is closed")
+        return mine
+
+    def _described(self, copies: Sequence[Copy], index: int, groups: int) -> Runs:
+        """Return the runs of copies, all of whose slots are pinned."""
+        runs = joined(describe(copies, index, groups))
+        if len(runs):
+            low, high = int(runs.slots.min()), int((runs.slots + runs.nbytes).max())
+            if not any(at <= low and high <= at + size for at, size in self._pinned.items()):
+                raise MisuseError(
+                    f"slots at {low:#x} to {high:#x} are not in one memory that this device has "
+                    "pinned: call its pin() with the arena's memory first"
+                )
+        return runs
+
+    def _move(self, stream: CudaStream, role: Role, runs: Runs, *, into_slot: bool) -> None:
+        """Enqueue runs, on the way that is best for them."""
+        if not len(runs):
+            return
+        driver, total = self._driver, runs.total
+        choice = self._way or self._table.choose(role, total, len(runs), batches=driver.batches)
+        if choice.way == "batch":
+            with stream.turn() as turn:
+                turn.table = runs.table(into_slot=into_slot)  # kept: it may be read after the call
+                driver.batch(stream.handle, turn.table)
+        elif choice.way == "direct":
+            self._launch(stream, cut(runs), choice.grid, into_slot=into_slot)
+        else:
+            for part in _lots(cut(runs, min(CUT_BYTES, self._staging_bytes)), self._staging_bytes):
+                self._stage(stream, part, into_slot=into_slot)
+
+    def _launch(self, stream: CudaStream, runs: Runs, grid: int, *, into_slot: bool) -> None:
+        with stream.turn() as turn:
+            table = runs.table(into_slot=into_slot)
+            there = turn.upload(self._driver, stream.handle, table)
+            self._driver.launch(stream.handle, there, len(runs), min(grid, len(runs)))
+
+    def _stage(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
+        """Copy through the GPU's own memory: the kernel there, the copy engine over the link.
+
+        All is on one stream, so that one staging buffer is enough: in it nothing meets.
+        """
+        if stream.staging is None:
+            stream.staging = self._driver.memory(self._staging_bytes, stream.handle)
+        ends = np.cumsum(runs.nbytes, dtype=np.uint64)
+        staged = ends - runs.nbytes + np.uint64(stream.staging.address)
+        link = joined(Runs(staged, runs.slots, runs.nbytes)).table(into_slot=into_slot)
+        inside = Runs(runs.pages, staged, runs.nbytes)
+        if into_slot:
+            self._launch(stream, inside, self._driver.processors, into_slot=True)
+        for to, of, nbytes in link.T.tolist():
+            self._driver.copy(stream.handle, to, of, nbytes)
+        if not into_slot:
+            self._launch(stream, inside, self._driver.processors, into_slot=False)
+
+
+def _ended(event: Event) -> bool:
+    """Say whether all before an event has ended, however that went."""
+    try:
+        return event.done()
+    except Exception:  # noqa: BLE001  (the operation's own fence raises it)
+        return True
+
+
+def _lots(runs: Runs, most: int) -> Iterator[Runs]:
+    """Yield the runs in lots of at most so many bytes, or of one run."""
+    ends = np.cumsum(runs.nbytes, dtype=np.uint64)
+    at, before = 0, 0
+    while at < len(runs):
+        stop = max(int(np.searchsorted(ends, np.uint64(before + most), "right")), at + 1)
+        yield Runs(runs.pages[at:stop], runs.slots[at:stop], runs.nbytes[at:stop])
+        at, before = stop, int(ends[stop - 1])

@@ -1,0 +1,241 @@
+"""The driver of a real GPU: torch owns streams, events and memory; CuPy launches the kernel.
+
+Not one line of it has run on a GPU yet. It is short, and holds nothing but the driver's calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.device.cuda import CudaDevice
+from kvtier.device.descriptors import Numbers
+from kvtier.device.driver import Event
+from kvtier.device.nvrtc import cubin, default_folder
+from kvtier.device.paths import Choice, kept_table
+from kvtier.errors import ConfigError
+from kvtier.units import format_bytes
+
+__all__ = ["TorchDriver", "cuda_device"]
+
+_CHOOSE_CPU: Final = "the CPU is used only where you choose it: kvtier.device.cpu.CpuDevice"
+_THREADS: Final = 512
+_PORTABLE_MAPPED: Final = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_HOST_POINTERS: Final = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+_STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM; ANY ignores what a stream waits for
+_DEFAULT_KIND: Final = 4  # cudaMemcpyDefault: the addresses say which way
+
+
+class _Attributes(ctypes.Structure):
+    """CUmemcpyAttributes of cuda.h: the order of source accesses, hints of place, flags."""
+
+    _fields_ = (
+        ("order", ctypes.c_uint),
+        ("source", ctypes.c_int * 2),
+        ("target", ctypes.c_int * 2),
+        ("flags", ctypes.c_uint),
+    )
+
+
+class _TorchEvent:
+    """See Event."""
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def done(self) -> bool:
+        """See Event."""
+        return bool(self.event.query())
+
+
+class _TorchBuffer:
+    """See Buffer."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor
+        self.address = int(tensor.data_ptr())
+
+
+class TorchDriver:
+    """See Driver. index: of the GPU, as torch counts them.
+
+    Raises ConfigError, with the remedy, where torch or CuPy or NVRTC is missing, where the driver
+    is none or too old, and for a GPU that is not there or that NVRTC does not know.
+    """
+
+    def __init__(self, index: int = 0, folder: Path | None = None) -> None:
+        torch = _torch(index)
+        self._torch, self._device = torch, torch.device("cuda", index)
+        cupy = _cupy()
+        properties = torch.cuda.get_device_properties(index)
+        self.processors = int(properties.multi_processor_count)
+        version = int(cupy.cuda.runtime.driverGetVersion())
+        self.name = f"{properties.name}, CUDA {version // 1000}.{version % 1000 // 10}"
+        with cupy.cuda.Device(index):
+            if not cupy.cuda.runtime.deviceGetAttribute(_HOST_POINTERS, index):
+                raise ConfigError(f"{self.name} cannot use the addresses of pinned host memory")
+            made = cubin(properties.major * 10 + properties.minor, folder or default_folder())
+            # CuPy may look into the file as late as at the first launch.
+            self._cubin = tempfile.NamedTemporaryFile(suffix=".cubin")  # noqa: SIM115
+            self._cubin.write(made)
+            self._cubin.flush()
+            self._kernel = cupy.RawModule(path=self._cubin.name).get_function("kvtier_copy")
+        self._external: Callable[..., Any] = cupy.cuda.ExternalStream
+        self._here: Callable[[], Any] = lambda: cupy.cuda.Device(index)
+        self._runtime = cupy.cuda.runtime
+        self._batch = _batched_copies()
+        self.batches = self._batch is not None
+
+    def stream(self) -> Any:
+        """See Driver."""
+        return self._torch.cuda.Stream(self._device)
+
+    def record(self, stream: Any) -> Event:
+        """See Driver."""
+        event = self._torch.cuda.Event()
+        event.record(stream)
+        return _TorchEvent(event)
+
+    def wait(self, stream: Any, event: Event) -> None:
+        """See Driver."""
+        if not isinstance(event, _TorchEvent):
+            raise ConfigError(f"{event!r} is no event of torch")
+        stream.wait_event(event.event)
+
+    def caller(self) -> Event:
+        """See Driver."""
+        return self.record(self._torch.cuda.current_stream(self._device))
+
+    def own(self, tensor: Any) -> Any:
+        """See Driver."""
+        where = getattr(tensor, "device", None)
+        if where != self._device:
+            raise ConfigError(
+                f"a CUDA device for {self._device} needs KV tensors that are there, not "
+                f"{'a ' + type(tensor).__name__ if where is None else f'on {where}'}"
+            )
+        return tensor.detach()
+
+    def memory(self, nbytes: int, stream: Any) -> _TorchBuffer:
+        """See Driver."""
+        with self._torch.cuda.stream(stream):  # its allocator hands it to no other stream's work
+            tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self._device)
+        return _TorchBuffer(tensor)
+
+    def host(self, nbytes: int) -> NDArray[np.uint8]:
+        """See Driver."""
+        pinned = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+        found: NDArray[np.uint8] = pinned.numpy()
+        return found
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """See Driver."""
+        try:
+            with self._here():
+                self._runtime.hostRegister(address, nbytes, _PORTABLE_MAPPED)
+        except self._runtime.CUDARuntimeError as error:
+            raise ConfigError(
+                f"CUDA does not pin {format_bytes(nbytes)} of host memory: {error}; make the dram "
+                "tier smaller, or raise the limit: ulimit -l, or LimitMEMLOCK= in the systemd "
+                "unit. Memory that is not pinned is never used in its place"
+            ) from error
+
+    def unpin(self, address: int) -> None:
+        """See Driver."""
+        self._runtime.hostUnregister(address)
+
+    def copy(self, stream: Any, to: int, of: int, nbytes: int) -> None:
+        """See Driver."""
+        with self._here():
+            self._runtime.memcpyAsync(to, of, nbytes, _DEFAULT_KIND, stream.cuda_stream)
+
+    def batch(self, stream: Any, table: Numbers) -> None:
+        """See Driver."""
+        if self._batch is None:
+            raise ConfigError("this driver has no batched copies")
+        status = self._batch(table[0], table[1], table[2], stream.cuda_stream)
+        if status:
+            raise RuntimeError(f"cuMemcpyBatchAsync of {table.shape[1]} runs: CUDA error {status}")
+
+    def launch(self, stream: Any, table: int, runs: int, grid: int) -> None:
+        """See Driver."""
+        with self._here(), self._external(stream.cuda_stream, self._device.index):
+            self._kernel((grid,), (_THREADS,), (np.uint64(table), np.uint64(runs)))
+
+    def close(self) -> None:
+        """See Driver. What torch owns goes with its last reference."""
+        self._cubin.close()
+
+
+def cuda_device(
+    index: int = 0, way: Choice | None = None, *, folder: Path | None = None
+) -> CudaDevice:
+    """Return the device of a GPU; the ways of its copies as `kvtier doctor --device` measured them.
+
+    folder: of cubins and measured tables; by default this user's cache. Raises ConfigError as
+    ``TorchDriver`` does: it never falls back to the CPU.
+    """
+    driver = TorchDriver(index, folder)
+    return CudaDevice(driver, kept_table(folder or default_folder(), driver.name), way)
+
+
+def _torch(index: int) -> Any:
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(f"a CUDA device needs torch: pip install torch; {_CHOOSE_CPU}")
+    import torch
+
+    if torch.version.cuda is None:
+        raise ConfigError(
+            f"this torch ({torch.__version__}) is built without CUDA: install one that is built "
+            f"with it; {_CHOOSE_CPU}"
+        )
+    try:
+        torch.cuda.init()
+        count = torch.cuda.device_count()
+    except (RuntimeError, AssertionError) as error:  # no driver, an old one, or no GPU
+        raise ConfigError(
+            f"CUDA cannot be used: {error}; install a driver that is as new as CUDA "
+            f"{torch.version.cuda}; {_CHOOSE_CPU}"
+        ) from error
+    if not 0 <= index < count:
+        raise ConfigError(f"GPU {index} is not there, of {count} that torch finds; {_CHOOSE_CPU}")
+    return torch
+
+
+def _cupy() -> Any:
+    if importlib.util.find_spec("cupy") is None:
+        raise ConfigError("a CUDA device needs CuPy: pip install 'kvtier[cuda]'")
+    import cupy
+
+    return cupy
+
+
+def _batched_copies() -> Callable[[Numbers, Numbers, Numbers, int], int] | None:
+    """Return the driver's batched copy: from CUDA 12.8 on, with another signature from 13.0 on."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    newer = getattr(library, "cuMemcpyBatchAsync_v2", None)
+    function = newer or getattr(library, "cuMemcpyBatchAsync", None)
+    if function is None:
+        return None
+
+    def call(to: Numbers, of: Numbers, nbytes: Numbers, stream: int) -> int:
+        attributes, first, failed = _Attributes(order=_STREAM_ORDER), ctypes.c_size_t(0), None
+        rows = [ctypes.c_void_p(row.ctypes.data) for row in (to, of, nbytes)]
+        common = (ctypes.c_size_t(len(nbytes)), ctypes.byref(attributes), ctypes.byref(first))
+        told: tuple[object, ...] = ()
+        if newer is None:
+            failed = ctypes.c_size_t()
+            told = (ctypes.byref(failed),)
+        return int(function(*rows, *common, ctypes.c_size_t(1), *told, ctypes.c_void_p(stream)))
+
+    return call

@@ -1,0 +1,306 @@
+"""The CUDA device on CPU streams: bytes, order, what it holds and what it refuses; no GPU."""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.device import cuda as module
+from kvtier.device import torch_driver
+from kvtier.device.base import HOLE, Copy, Device
+from kvtier.device.chaos import ChaosDevice
+from kvtier.device.cpu import CpuDevice, CpuFence, CpuStream
+from kvtier.device.cuda import CudaDevice
+from kvtier.device.paths import DEFAULT, PATHS, Choice
+from kvtier.device.torch_driver import cuda_device
+from kvtier.errors import ConfigError, MisuseError
+from kvtier.testing.cpu_driver import CpuDriver
+from kvtier.testing.hazards import HAZARDS, examine
+from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS
+
+SECONDS = 10.0
+PLANES, BYTES = 6, 48
+WAYS = [Choice(way, 3) for way in PATHS]
+
+every_way = pytest.mark.parametrize("way", WAYS, ids=PATHS)
+
+
+def made(way=None, driver=None, **options):
+    return CudaDevice(driver or CpuDriver(), DEFAULT, way, staging_bytes=160, **options)
+
+
+def pages(seed: int = 0) -> np.ndarray:
+    shape = (PLANES, 20, BYTES)
+    return np.random.default_rng(seed).integers(0, 200, shape, np.uint8)
+
+
+def gather(device, copies, *after):
+    return device.gather(device.stream("store"), copies, after)
+
+
+def scatter(device, copies, *after, groups=1):
+    return device.scatter(device.stream("load"), copies, after, groups)
+
+
+# ---------------------------------------------------------------------------------------- bytes
+
+
+@every_way
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_there_and_back_in_every_layout(layout, way):
+    item = getattr(torch, layout.dtype).itemsize
+    size = int(np.prod(layout.shape)) * item
+    flat = torch.from_numpy(np.random.default_rng(0).integers(0, 200, (2, size), np.uint8))
+    kv = [layout.kept(one.view(getattr(torch, layout.dtype)).view(layout.shape)) for one in flat]
+    block = kv[0].numel() // layout.plane_count // BLOCKS * item
+    chosen = [choice for choice in CHOICES.values() if choice]
+    slots = np.full((len(chosen), layout.plane_count, 8, block), 0xAB, np.uint8)
+    with closing(made(way)) as device:
+        device.pin(slots)
+        source, target = (device.pages(layout.view(one), layout.plane_count, block) for one in kv)
+        parts = [slot[:, 1 : 1 + len(ids)] for ids, slot in zip(chosen, slots, strict=True)]
+        copies = [Copy(source, ids, part) for ids, part in zip(chosen, parts, strict=True)]
+        stored = gather(device, copies, device.host_fence())
+        back = [Copy(target, ids, part) for ids, part in zip(chosen, parts, strict=True)]
+        expected = target.copy()
+        *_, landed = scatter(device, back, stored, groups=3)
+        assert landed.wait(SECONDS)
+        for ids, slot in zip(chosen, slots, strict=True):
+            kept = [at for at, one in enumerate(ids) if one != HOLE]
+            named = [ids[at] for at in kept]
+            assert np.array_equal(slot[:, [1 + at for at in kept]], source[:, named])
+            rest = [at for at in range(8) if at - 1 not in kept]
+            assert (slot[:, rest] == 0xAB).all()
+            expected[:, named] = source[:, named]
+        assert np.array_equal(target, expected)
+
+
+@pytest.mark.parametrize(
+    ("way", "calls"),
+    [
+        ("batch", {"batch"}),
+        ("staged", {"copy", "launch 3"}),  # as many runs as its small buffer takes
+        ("direct", {"copy", "launch 2"}),
+    ],
+)
+def test_each_way_is_the_one_that_was_chosen(way, calls):
+    kv, slots, driver = pages(), np.zeros((PLANES, 4, BYTES), np.uint8), CpuDriver()
+    with closing(made(Choice(way, 2), driver)) as device:
+        device.pin(slots)
+        gather(device, [Copy(kv, (1, 3, 5, 9), slots)]).wait(SECONDS)
+    assert set(driver.calls) == calls
+
+
+def test_without_a_choice_the_table_says():
+    kv, slots, driver = pages(), np.zeros((PLANES, 4, BYTES), np.uint8), CpuDriver()
+    with closing(made(None, driver)) as device:
+        device.pin(slots)
+        gather(device, [Copy(kv, (1, 3, 5, 9), slots)]).wait(SECONDS)
+        stored = driver.calls.copy()
+        scatter(device, [Copy(kv, (1, 3, 5, 9), slots)])[-1].wait(SECONDS)
+    assert "launch 3" in stored, "small runs are staged when they are stored"
+    assert driver.calls[len(stored) :] == ["copy", "launch 8"], "and read directly when loaded"
+
+
+# ---------------------------------------------------------------------------------------- order
+
+
+@every_way
+@pytest.mark.parametrize(
+    "hazard",
+    [one for one in HAZARDS if one.__name__ != "half_a_batch_published"],  # refused when enqueued
+    ids=lambda hazard: hazard.__name__,
+)
+def test_no_hazard_spoils_bytes_and_the_checker_finds_each_twin(hazard, way):
+    found = examine(hazard, 5, way.way)
+    assert (found.corrupted, found.accused, found.twin_caught_by_checker) == (0, 0, 5)
+
+
+def crowd(seed: int) -> bool:
+    """Enqueue more than may be in flight, on adverse streams; say whether all bytes are right."""
+    chaos, kv, slots = (
+        ChaosDevice(seed, "lazy"),
+        pages(seed),
+        np.zeros((12, PLANES, 2, BYTES), np.uint8),
+    )
+    driver = CpuDriver(chaos._stream, chaos.compute)
+    device = made(Choice("direct"), driver, in_flight=2)
+    with closing(chaos), closing(device):
+        device.pin(slots)
+        try:
+            for at, slot in enumerate(slots):
+                gather(device, [Copy(kv, (at, at + 3), slot)])
+        finally:
+            device.close()
+    return all(np.array_equal(slot, kv[:, [at, at + 3]]) for at, slot in enumerate(slots))
+
+
+def test_no_table_is_written_anew_before_its_copy_has_read_it():
+    assert all(crowd(seed) for seed in range(10))
+
+
+def test_written_anew_at_once_it_spoils_copies(monkeypatch):
+    """The twin: an operation that does not wait for its turn."""
+    monkeypatch.setattr(module, "_ended", lambda event: True)
+    assert not all(crowd(seed) for seed in range(10))
+
+
+def test_a_call_returns_before_its_copy_and_the_copy_waits_for_its_fence():
+    driver, gate = CpuDriver(), CpuFence()
+    kv, slots = pages(), np.zeros((PLANES, 2, BYTES), np.uint8)
+    compute = CpuStream("compute")
+    with closing(compute), closing(made(Choice("batch"), driver)) as device:
+        device.pin(slots)
+        compute.wait(gate)
+        fence = gather(device, [Copy(kv, (1, 2), slots)], module.CudaFence(compute.record()))
+        assert not fence.done()
+        assert not fence.wait(0)
+        kv[:, 1:3] = 77
+        gate.settle()
+        assert fence.wait(SECONDS)
+    assert (slots == 77).all()
+
+
+def test_fences_of_the_host_have_to_be_done():
+    device, gate = made(), CpuFence()
+    with closing(device):
+        with pytest.raises(MisuseError, match="is not done: wait for it on the host"):
+            gather(device, [], gate)
+        gate.settle()
+        assert gather(device, [], gate).wait(SECONDS)
+        failed = CpuFence()
+        failed.settle(RuntimeError("the kernel failed"))
+        with pytest.raises(RuntimeError, match="kernel failed"):
+            gather(device, [], failed)
+
+
+# ------------------------------------------------------------------------------- what it refuses
+
+
+def test_it_is_a_device():
+    with closing(made()) as device:
+        assert isinstance(device, Device)
+        assert device.name.startswith("cuda: ")
+
+
+def test_slots_that_are_not_pinned_are_refused_and_nothing_is_enqueued():
+    driver, kv = CpuDriver(), pages()
+    slots = np.zeros((3, PLANES, 2, BYTES), np.uint8)
+    with closing(made(Choice("batch"), driver)) as device:
+        for pinned, used in ((0, slots[0]), (1, slots[1]), (1, slots[:, 0]), (2, slots[1:, 0])):
+            device.pin(slots[:pinned])
+            with pytest.raises(MisuseError, match=r"call its pin\(\)"):
+                gather(device, [Copy(kv[: len(used)], (1, 2), used)])
+            with pytest.raises(MisuseError, match=r"call its pin\(\)"):
+                scatter(device, [Copy(kv[: len(used)], (1, 2), used)])
+        assert driver.calls == []
+
+
+def test_what_does_not_match_is_refused_and_nothing_is_enqueued():
+    driver, kv, slots = CpuDriver(), pages(), np.zeros((PLANES, 2, BYTES), np.uint8)
+    with closing(made(None, driver)) as device:
+        device.pin(slots)
+        good = Copy(kv, (1, 2), slots)
+        for bad in (Copy(kv, (1, 20), slots), Copy(kv, (1,), slots), Copy(kv[:5], (1, 2), slots)):
+            with pytest.raises(MisuseError, match="do not match"):
+                gather(device, [good, bad])
+            with pytest.raises(MisuseError, match="do not match"):
+                scatter(device, [good, bad], groups=2)
+        assert driver.calls == []
+
+
+def test_pinned_memory_that_is_refused_is_an_error():
+    driver = CpuDriver()
+    driver.refuses = True
+    with closing(made(None, driver)) as device, pytest.raises(ConfigError, match="not pinned"):
+        device.pin(np.zeros(64, np.uint8))
+
+
+def test_memory_is_pinned_once_exactly_and_let_go_at_the_end():
+    driver, memory = CpuDriver(), np.zeros(4096 + 7, np.uint8)
+    with closing(made(None, driver)) as device:
+        device.pin(memory)
+        device.pin(memory)
+        assert driver.pinned == {memory.ctypes.data: memory.nbytes}
+        device.pin(memory[5:])  # mapped anew, over what was there
+        assert driver.pinned == {memory.ctypes.data + 5: memory.nbytes - 5}
+        device.pin(memory[:0])
+    assert driver.pinned == {}
+
+
+def test_what_hangs_at_close_stays_pinned(monkeypatch):
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.05)
+    driver, gate = CpuDriver(), CpuFence()
+    slots = np.zeros((PLANES, 2, BYTES), np.uint8)
+    device = made(Choice("batch"), driver)
+    device.pin(slots)
+    fence = gather(device, [Copy(pages(), (1, 2), slots)], module.CudaFence(gate))
+    device.close()
+    assert driver.pinned
+    with pytest.raises(MisuseError, match="closed"):
+        gather(device, [])
+    gate.settle()
+    assert fence.wait(SECONDS)
+    driver.close()
+
+
+def test_streams_of_others_are_refused():
+    with closing(made()) as device, closing(made()) as other, closing(CpuDevice()) as cpu:
+        for stream in (other.stream("store"), cpu.stream("store"), object()):
+            with pytest.raises(MisuseError, match="its own streams"):
+                device.gather(stream, [], [])
+
+
+def test_batched_copies_need_a_driver_that_has_them():
+    with pytest.raises(ConfigError, match=r"no batched copies: they need CUDA 12\.8"):
+        made(Choice("batch"), CpuDriver(batches=False))
+
+
+# ------------------------------------------------------------------- where there is no such thing
+
+
+def test_without_cuda_the_reason_is_told_and_no_cpu_taken(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(ConfigError, match=r"built without CUDA: install .*CPU is used only where"):
+        cuda_device()
+
+
+@pytest.mark.parametrize(
+    "said", ["The NVIDIA driver on your system is too old", "no NVIDIA driver"]
+)
+def test_an_old_driver_or_none_is_told(monkeypatch, said):
+    def init():
+        raise RuntimeError(said)
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(
+        ConfigError, match=rf"CUDA cannot be used: {said}; install a driver .* 13.0"
+    ):
+        cuda_device()
+
+
+def test_a_gpu_that_is_not_there_is_told(monkeypatch):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for index in (2, -1):
+        with pytest.raises(ConfigError, match=f"GPU {index} is not there, of 2"):
+            cuda_device(index)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("torch", "pip install torch"), ("cupy", r"kvtier\[cuda\]")]
+)
+def test_a_missing_package_is_told(monkeypatch, name, remedy):
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    found = torch_driver.importlib.util.find_spec
+    hidden = lambda one: None if one == name else found(one)  # noqa: E731
+    monkeypatch.setattr(torch_driver.importlib.util, "find_spec", hidden)
+    with pytest.raises(ConfigError, match=remedy):
+        cuda_device()
