@@ -6,7 +6,7 @@ SHELL := bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check bench sim campaign fuzz engines soak device crash clean
+.PHONY: help setup demo test check bench sim campaign fuzz engines soak device crash mooncake clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -82,6 +82,16 @@ soak: setup  ## 64 clients on a daemon for ten minutes, all killed and stopped, 
 
 crash: setup  ## kill, cut off and damage an NVMe store, thousands of times, into crash.json
 	@$(BIN)/python -m kvtier.testing.crash --json crash.json
+
+mooncake: setup  ## the Mooncake store on a real pool (140 MB to download, and libraries of the system)
+	@$(PIP) install -q --no-deps mooncake-transfer-engine-non-cuda==0.3.13.post1
+	if ! said=$$($(BIN)/python -c 'import mooncake.store' 2>&1); then
+		echo "$$said" | tail -1
+		echo 'Not run: it needs libraries of the system. On Debian or Ubuntu:'
+		echo '    apt install libibverbs1 libnuma1 libcurl4 libnl-3-200 libnl-route-3-200'
+		exit 1
+	fi
+	$(BIN)/python -m pytest tests/integration/test_store_mooncake.py
 
 device: setup  ## hazards of copies on 1,000 schedules, the copy kernel and its mutants, into device.json
 	@$(BIN)/python -m kvtier.testing.device --schedules 1000 --json device.json
