@@ -17,7 +17,7 @@ __all__ = ["Tether"]
 
 _GREETING_SECONDS: Final = 2.0
 _SOONEST: Final = 0.05  # seconds until it is tried again, which double up to the latest
-_LATEST: Final = 0.5
+_LATEST: Final = 0.25
 
 
 class Tether:
@@ -97,7 +97,10 @@ class Tether:
                 self.report(str(error))
                 wait = 0.0
                 continue
-            except (OSError, KvtierError) as error:
+            except OSError as error:  # its server ended just now, and the next is on its way
+                self.report(str(error))
+                wait = 0.0
+            except KvtierError as error:
                 self.report(str(error))
             wait = min(2 * wait or _SOONEST, _LATEST)
 

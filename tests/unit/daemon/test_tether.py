@@ -1,0 +1,48 @@
+"""The tether: how soon a client comes back to a daemon whose server ended."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvtier.daemon.tether import Tether
+from kvtier.errors import ProtocolError
+
+GONE, RESET = ConnectionRefusedError("gone"), ConnectionResetError("reset")
+REFUSED, SLOW = ProtocolError("another version"), TimeoutError("slow")
+
+
+@pytest.fixture
+def tried():
+    """Let come_up fail in these ways, and return what was waited before each time."""
+
+    def run(*ways: Exception | None) -> list[float]:
+        left, waits = list(ways), []
+
+        def come_up(until: float) -> None:
+            del until
+            way = left.pop(0)
+            tether.closing = not left
+            if way is not None:
+                raise way
+
+        tether = Tether("p", "t", watch=bool, come_up=come_up, gone=bool)
+        tether._pause = waits.append
+        tether._run()
+        tether.end()
+        return waits
+
+    return run
+
+
+def test_it_comes_back_soon_where_a_server_was_ended_however_often_that_happens(tried):
+    assert tried(*[RESET] * 5) == [0.0] + [0.05] * 4
+    assert tried(REFUSED, REFUSED, REFUSED, RESET, RESET)[3:] == [0.2, 0.05]
+
+
+@pytest.mark.parametrize("way", [GONE, REFUSED])
+def test_it_asks_less_often_where_there_is_none_but_within_a_quarter_of_a_second(tried, way):
+    assert tried(*[way] * 6) == [0.0, 0.05, 0.1, 0.2, 0.25, 0.25]
+
+
+def test_it_goes_on_at_once_where_it_has_waited_for_the_greeting(tried):
+    assert tried(REFUSED, SLOW, SLOW, SLOW) == [0.0, 0.05, 0.0, 0.0]
