@@ -108,12 +108,8 @@ class Prefill:
 
     def __init__(self) -> None:
         self.per_token = self.per_pair = 0.0
+        self.known = False
         self._tt = self._tp = self._pp = self._t = self._p = 0.0
-
-    @property
-    def known(self) -> bool:
-        """Whether there was a step to learn from."""
-        return self._tt > 0
 
     def add(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """Take note that a step of these spans of tokens, one of each request, took `seconds`."""
@@ -129,6 +125,7 @@ class Prefill:
             ("_p", pairs),
         ):
             setattr(self, name, getattr(self, name) * _OLD_STEP + value)
+        self.known = True
         spread = self._tt * self._pp - self._tp * self._tp
         a = b = -1.0
         if spread > 1e-6 * self._tt * self._pp:
@@ -168,6 +165,20 @@ class Costs:
         self._queued: dict[str, int] = {}
         self._prefill = Prefill()
         self._probes: dict[str, tuple[float, float]] = {}  # when the next is due, and its interval
+
+    # ---- what is known beforehand
+
+    def believe_tier(self, tier: str, latency: float, per_byte: float) -> None:
+        """Take a tier for one that answers after `latency` seconds, `per_byte` each, until read."""
+        with self._lock:
+            line = self._tiers.setdefault(tier, Line())
+            line.latency, line.per_byte, line.known = latency, per_byte, True
+
+    def believe_prefill(self, per_token: float, per_pair: float = 0.0) -> None:
+        """Take the model for one that computes in so many seconds, until a step has told."""
+        with self._lock:
+            self._prefill.per_token, self._prefill.per_pair = per_token, per_pair
+            self._prefill.known = True
 
     # ---- what was seen
 

@@ -9,6 +9,7 @@ import click
 
 from kvtier.cli.kinds import PART
 from kvtier.cli.output import REPORT, write_report
+from kvtier.cli.stack import replay_stack
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, parse_bytes
 
@@ -16,6 +17,20 @@ if TYPE_CHECKING:
     from kvtier.planning.replay import Replay
 
 __all__ = ["replay"]
+
+
+def _print_prices(context: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001
+    """Print the prices as a TOML file that can be edited."""
+    import msgspec
+
+    from kvtier.planning.prices import Prices
+
+    if wanted:
+        click.echo(
+            "\n".join(f"{key} = {value}" for key, value in msgspec.structs.asdict(Prices()).items())
+        )
+        context.exit()
+
 
 _MOST_POINTS: Final = 64
 
@@ -33,6 +48,44 @@ _MOST_POINTS: Final = 64
 @click.option("--capacity", metavar="SIZE,SIZE", help="The same in bytes, such as 8GiB,64GiB.")
 @click.option(
     "--bytes-per-token", metavar="SIZE", help="KV of one token, such as 320KiB; for --capacity."
+)
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    metavar="NAME:SIZE@SPEED+LATENCY",
+    help="Tiers, DRAM first, instead of capacities: dram:64GiB@25GB/s, "
+    "lmdb:1TiB@5GB/s+100us, s3:unbounded@1GB/s+20ms.",
+)
+@click.option(
+    "--prefill",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5000.0,
+    show_default=True,
+    metavar="TOKENS/S",
+    help="What the engine computes in a second; for --tier.",
+)
+@click.option(
+    "--time-unit",
+    type=click.Choice(["ms", "s"]),
+    default="ms",
+    show_default=True,
+    help="Of the trace's timestamps: Mooncake's are ms, Bailian's s; for --tier.",
+)
+@click.option(
+    "--prices",
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="What a month costs; for --tier. `kvtier replay --help-prices` shows the keys.",
+)
+@click.option("--always-load", is_flag=True, help="Load what computing is faster than, too.")
+@click.option(
+    "--help-prices",
+    is_flag=True,
+    is_eager=True,
+    callback=_print_prices,
+    expose_value=False,
+    help="Show the prices that are assumed.",
 )
 @click.option("--sweep", is_flag=True, help="Try capacities from 1/64 of the blocks to all.")
 @click.option(
@@ -84,10 +137,14 @@ def replay(
     plot = options["plot"]
     if plot is not None:
         check_plot(plot)
+    if options["tiers"]:
+        return replay_stack(traces, block_size, names, warmup, json_file, options)
     block = _block_bytes(options["bytes_per_token"], block_size)
     sizes = _sizes(options["capacity_blocks"], options["capacity"], block)
     if not sizes and not options["sweep"]:
-        raise ConfigError("name capacities: --capacity-blocks 1000,10000, --capacity, or --sweep")
+        raise ConfigError(
+            "name capacities: --capacity-blocks 1000,10000, --capacity, --sweep, or a --tier"
+        )
     replays: list[Replay] = []
     with progress() as tell:
         for path in traces:

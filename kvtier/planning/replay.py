@@ -19,7 +19,16 @@ from kvtier.policies.lfu import Lfu
 from kvtier.policies.lru import Lru
 from kvtier.policies.s3fifo import S3Fifo
 
-__all__ = ["OPTIMAL", "POLICIES", "Replay", "Result", "chosen", "encode", "replay"]
+__all__ = [
+    "OPTIMAL",
+    "POLICIES",
+    "Replay",
+    "Result",
+    "chosen",
+    "encode",
+    "make_policy",
+    "replay",
+]
 
 OPTIMAL: Final = "optimal"
 
@@ -97,7 +106,7 @@ def replay(
         if policy == OPTIMAL:
             hits = optimum(trace, capacity, warmup=warmup)
         else:
-            make = _maker(policy, trace)
+            make = make_policy(policy, trace)
             hits = simulate(trace, make, capacity, warmup=warmup, servable=servable)
         results.append(_result(policy, capacity, hits))
     most = ceiling(trace, warmup=warmup)
@@ -127,7 +136,7 @@ def _result(policy: str, capacity: int, hits: Hits) -> Result:
     return Result(policy, capacity, round(hits.rate_tokens, 3), round(hits.rate_blocks, 3))
 
 
-def _maker(name: str, trace: Trace) -> Callable[[], Policy]:
+def make_policy(name: str, trace: Trace) -> Callable[[], Policy]:
     """Return what makes an empty policy."""
     if name == "cost":
         depths = trace.depths()

@@ -53,7 +53,10 @@ class Hits:
 
 
 class Tier:
-    """One tier of `capacity` blocks. inside: of each block of the trace, whether it is there."""
+    """One tier of `capacity` blocks.
+
+    inside: of each block of the trace, whether it is there. entered: blocks that came in.
+    """
 
     def __init__(self, trace: Trace, policy: Policy, capacity: int, *, servable: bool) -> None:
         self.inside = bytearray(trace.unique)
@@ -65,6 +68,7 @@ class Tier:
         self._aside: dict[int, None] = {}
         self._ready: dict[int, None] = {}
         self._count = 0
+        self.entered = 0
 
     def use(self, blocks: Sequence[int], hits: int) -> None:
         """Count a request's blocks as used, deepest first; those that are absent come in.
@@ -101,6 +105,7 @@ class Tier:
             return
         self.inside[block] = 1
         self._count += 1
+        self.entered += 1
         parent = self._parent[block]
         if parent != _NONE:
             self._kids[parent] += 1

@@ -100,6 +100,10 @@ class Trace:
             found[block] = found[above] + 1 if above != _NONE else 0
         return found
 
+    def time(self, number: int) -> float:
+        """Return the time of a request, in the trace's own unit."""
+        return self._times[number]
+
     def last_time(self) -> float:
         """Return the time of the last request; 0 before the first."""
         return self._times[-1] if self._times else 0.0

@@ -1,0 +1,150 @@
+"""``kvtier replay --tier …``: a trace through a stack of tiers, with times, wear and money."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from kvtier.cli.output import write_report
+from kvtier.errors import ConfigError
+from kvtier.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+
+if TYPE_CHECKING:
+    from kvtier.planning.stack import Level, Stack
+
+__all__ = ["parse_level", "replay_stack"]
+
+_YEAR_DAYS: Final = 365
+_FORM: Final = "NAME:SIZE@SPEED+LATENCY, such as lmdb:1TiB@5GB/s+100us"
+
+
+def parse_level(text: str) -> Level:
+    """Read one tier. Raises ConfigError that says what one looks like."""
+    from kvtier.planning.stack import Level
+
+    name, colon, rest = text.partition(":")
+    size, at, speed = rest.partition("@")
+    speed, _, latency = speed.partition("+")
+    if not (name and colon and size and at and speed.endswith("/s")):
+        raise ConfigError(f"a tier looks like {_FORM}, not {text!r}")
+    return Level(
+        name,
+        None if size == "unbounded" else parse_bytes(size),
+        float(parse_bytes(speed.removesuffix("/s"))),
+        parse_seconds(latency) if latency else 0.0,
+    )
+
+
+def replay_stack(
+    traces: Sequence[Path],
+    block_size: int,
+    policies: Sequence[str],
+    warmup: float,
+    json_file: str | None,
+    options: Mapping[str, Any],
+) -> int:
+    """Replay traces through tiers, under the first policy that is not the optimum."""
+    import msgspec
+
+    from kvtier.cli.progress import progress
+    from kvtier.planning.prices import Prices, read_prices
+    from kvtier.planning.replay import OPTIMAL, make_policy
+    from kvtier.planning.stack import Speeds, simulate_stack
+    from kvtier.planning.trace import read_trace
+
+    levels = _levels(options)
+    names = [name for name in policies if name != OPTIMAL]
+    if not names:
+        raise ConfigError(f"--tier needs a policy; {OPTIMAL} is given as the bound")
+    prices = read_prices(options["prices"]) if options["prices"] else Prices()
+    found: list[Stack] = []
+    with progress() as tell:
+        for path in traces:
+            trace = read_trace(path, block_size, skip_bad=options["skip_bad"])
+            found += [
+                simulate_stack(
+                    trace,
+                    levels,
+                    (name, make_policy(name, trace)),
+                    bytes_per_token=parse_bytes(options["bytes_per_token"]),
+                    speeds=Speeds(1 / options["prefill"]),
+                    prices=prices,
+                    warmup=warmup,
+                    seconds_per_unit=1e-3 if options["time_unit"] == "ms" else 1.0,
+                    always=options["always_load"],
+                    tell=tell,
+                )
+                for name in names
+            ]
+    if json_file != "-":
+        for one in found:
+            _show(one)
+    if json_file is not None:
+        report = msgspec.json.encode(found[0] if len(found) == 1 else found)
+        write_report(msgspec.json.format(report, indent=2).decode() + "\n", json_file)
+    return 0
+
+
+def _levels(options: Mapping[str, Any]) -> list[Level]:
+    """Return the tiers that were named. Raises ConfigError for what does not go with them."""
+    levels = [parse_level(text) for text in options["tiers"]]
+    twice = {one.name for one in levels if [each.name for each in levels].count(one.name) > 1}
+    if twice:
+        raise ConfigError(f"two tiers are called {min(twice)}; give each a name of its own")
+    for other in ("capacity_blocks", "capacity", "plot"):
+        if options[other]:
+            option = other.replace("_", "-")
+            raise ConfigError(f"--tier says the capacities itself; leave --{option} out")
+    if options["bytes_per_token"] is None:
+        raise ConfigError("--tier needs --bytes-per-token, such as 320KiB; `kvtier plan` says it")
+    return levels
+
+
+def _life(years: float) -> str:
+    """Return how long a drive lasts; nothing where none wears."""
+    return "" if not years else f"{years:,.1f} y" if years >= 1 else f"{years * _YEAR_DAYS:,.0f} d"
+
+
+def _show(found: Stack) -> None:
+    """Print a stack: a row a tier."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        title=f"{found.trace}: {found.requests:,} requests, {found.policy}",
+        title_justify="left",
+    )
+    table.add_column("tier", no_wrap=True)
+    for column in ("size", "hits", "so far (most)", "written/day", "drive", "month"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for one in found.levels:
+        table.add_row(
+            one.name,
+            "unbounded" if one.nbytes is None else format_bytes(one.nbytes),
+            f"{one.hit_rate:.1f}%",
+            f"{one.reached:.1f}% ({one.bound:.1f}%)",
+            format_bytes(int(one.written_bytes_a_day)),
+            _life(one.life_years),
+            f"${one.dollars:,.0f}",
+        )
+    console.print(table)
+    for name, times in (("with it", found.ttft), ("without", found.ttft_without)):
+        console.print(
+            f"TTFT {name}: mean {format_seconds(times.mean)}, p50 {format_seconds(times.p50)}, "
+            f"p90 {format_seconds(times.p90)}, p99 {format_seconds(times.p99)}",
+            highlight=False,
+        )
+    for one in found.levels:
+        if not one.hit_tokens:
+            console.print(f"{one.name} serves nothing here: this would be as fast without it.")
+    console.print(
+        f"Hit rates are of prompt tokens, in the {found.hours:,.1f} h behind the warm-up; times "
+        f"are of one request at a time. {found.skipped_tokens:,} tokens were there, and faster to "
+        f"compute. A month saves {found.gpu_hours_saved:,.0f} GPU hours, "
+        f"${found.gpu_dollars_saved:,.0f}, and costs ${found.dollars:,.0f}.",
+        highlight=False,
+    )

@@ -1,0 +1,284 @@
+"""A stack of tiers under a trace: hits, bytes, times and money, and what no stack can exceed.
+
+The live cache's rules: all that is used comes into DRAM and is written through to each tier
+below, each tier evicts for itself, a prompt is loaded as far as every block is in some tier, each
+block from the fastest, and only as far as that is estimated faster than computing it.
+
+The bound: at any time the tiers together hold at most as many different blocks as their capacities
+sum up to, so that what they serve one tier of that sum could have served, and the optimum of one
+tier has the most hits of all. The same holds for the first tiers of a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from kvtier.clock import monotonic
+from kvtier.cost import Costs
+from kvtier.errors import ConfigError
+from kvtier.planning.optimum import optimum
+from kvtier.planning.prices import DAY, MONTH, Prices
+from kvtier.planning.simulate import Hits, Tier
+from kvtier.planning.trace import Trace
+from kvtier.policies.base import Policy
+
+__all__ = ["Level", "LevelResult", "Speeds", "Stack", "Times", "simulate_stack"]
+
+_UNBOUNDED: Final = 1 << 62
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One tier, DRAM first. nbytes: its capacity, None for no bound; speeds of reading."""
+
+    name: str
+    nbytes: int | None
+    bytes_per_s: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """The engine's: seconds of a token of prefill, and of each pair of tokens that attend."""
+
+    per_token: float
+    per_pair: float = 0.0
+
+
+class Times(msgspec.Struct, frozen=True):
+    """Times to first token in seconds, of one request at a time: nothing queues."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+
+class LevelResult(msgspec.Struct, frozen=True):
+    """What one tier does. Rates are in percent of prompt tokens; bound: of it and those above.
+
+    life_years: until what a drive stands is written, 0 where nothing wears; dollars: a month.
+    """
+
+    name: str
+    nbytes: int | None
+    hit_rate: float
+    hit_tokens: int
+    reached: float
+    bound: float
+    read_bytes: int
+    written_bytes: int
+    written_bytes_a_day: float
+    life_years: float
+    dollars: float
+
+
+class Stack(msgspec.Struct, frozen=True):
+    """A trace's replay through a stack of tiers.
+
+    skipped_tokens: there, and not loaded since computing was faster. gpu_hours_saved: a month.
+    """
+
+    trace: str
+    requests: int
+    warmup: float
+    policy: str
+    bytes_per_token: int
+    levels: list[LevelResult]
+    hit_rate: float
+    skipped_tokens: int
+    ttft: Times
+    ttft_without: Times
+    hours: float
+    gpu_hours_saved: float
+    gpu_dollars_saved: float
+    dollars: float
+
+
+class _Tiers:
+    """All tiers of one replay, and what they did after the warm-up."""
+
+    def __init__(
+        self, trace: Trace, levels: Sequence[Level], policy: Callable[[], Policy], block_bytes: int
+    ) -> None:
+        self.tiers = []
+        for level in levels:
+            blocks = _UNBOUNDED if level.nbytes is None else level.nbytes // block_bytes
+            if not blocks:
+                raise ConfigError(f"{level.name} has no room for one block of {block_bytes} bytes")
+            most = min(blocks, trace.unique)
+            self.tiers.append(Tier(trace, policy(), most, servable=True))
+        self.hits = [0] * len(levels)
+        self.read = [0] * len(levels)
+
+    def find(self, blocks: Sequence[int]) -> list[int]:
+        """Return the tier of each block, from the first, as far as every one is in some tier."""
+        insides = [tier.inside for tier in self.tiers]
+        found = []
+        for block in blocks:
+            for number, inside in enumerate(insides):
+                if inside[block]:
+                    found.append(number)
+                    break
+            else:
+                break
+        return found
+
+    def use(self, blocks: Sequence[int]) -> None:
+        """Count a prompt as used by each tier."""
+        for tier in self.tiers:
+            run = 0
+            for block in blocks:
+                if not tier.inside[block]:
+                    break
+                run += 1
+            tier.use(blocks, run)
+
+
+def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
+    trace: Trace,
+    levels: Sequence[Level],
+    policy: tuple[str, Callable[[], Policy]],
+    *,
+    bytes_per_token: int,
+    speeds: Speeds,
+    prices: Prices,
+    warmup: float = 0.0,
+    seconds_per_unit: float = 1e-3,
+    always: bool = False,
+    tell: Callable[[str, int, int], None] | None = None,
+) -> Stack:
+    """Replay a trace through a stack of tiers.
+
+    seconds_per_unit: of the trace's timestamps. always: load what there is, whatever it costs.
+    Raises ConfigError for tiers that have no room for a block.
+    """
+    size, block_bytes = trace.block_tokens, trace.block_tokens * bytes_per_token
+    costs = _costs(levels, speeds)
+    tiers = _Tiers(trace, levels, policy[1], block_bytes)
+    first = int(len(trace) * warmup)
+    hits, skipped = Hits(), 0
+    ttft: list[float] = []
+    plain: list[float] = []
+    begun = [0] * len(levels)
+    names = [level.name if number else "dram" for number, level in enumerate(levels)]
+    for number, (blocks, tokens) in enumerate(trace.requests()):
+        if number == first:
+            begun = [tier.entered for tier in tiers.tiers]
+        found = tiers.find(blocks)
+        most = min(len(found) * size, max(tokens - 1, 0))
+        cut = len(found)
+        if most and not always:
+            where = tuple(names[one] for one in found)
+            advice = costs.advise(where, 0, most, (size, block_bytes), whole=True, meet=False)
+            cut = -(-advice.tokens // size)
+        if number >= first:
+            load = _count(tiers, found[:cut], levels, block_bytes, size)
+            usable = min(cut * size, most)
+            hits.count(len(blocks), cut, tokens, size)
+            skipped += most - usable
+            plain.append(costs.recompute(0, tokens))
+            ttft.append(load + costs.recompute(usable, tokens))
+        tiers.use(blocks)
+        if tell is not None and not number % 256:
+            tell(f"{trace.name}: {policy[0]}", number, len(trace))
+    hours = max(trace.last_time() - trace.time(first), 0.0) * seconds_per_unit / 3600
+    saved = sum(plain) - sum(ttft)
+    written = [tier.entered - before for tier, before in zip(tiers.tiers, begun, strict=True)]
+    results = _results(trace, levels, tiers, written, hits, (hours, prices, block_bytes, warmup))
+    a_month = MONTH / (hours * 3600) if hours else 0.0
+    gpu_hours = saved / 3600 * a_month
+    return Stack(
+        trace=trace.name,
+        requests=hits.requests,
+        warmup=warmup,
+        policy=policy[0],
+        bytes_per_token=bytes_per_token,
+        levels=results,
+        hit_rate=round(hits.rate_tokens, 3),
+        skipped_tokens=skipped,
+        ttft=_times(ttft),
+        ttft_without=_times(plain),
+        hours=hours,
+        gpu_hours_saved=gpu_hours,
+        gpu_dollars_saved=gpu_hours * prices.gpu_hour,
+        dollars=sum(one.dollars for one in results),
+    )
+
+
+def _costs(levels: Sequence[Level], speeds: Speeds) -> Costs:
+    """Return the live cache's cost model, told what these tiers and this engine take."""
+    costs = Costs(monotonic)
+    costs.believe_prefill(speeds.per_token, speeds.per_pair)
+    for level in levels:
+        costs.believe_tier(level.name, level.latency, 1 / level.bytes_per_s)
+    return costs
+
+
+def _count(
+    tiers: _Tiers, found: Sequence[int], levels: Sequence[Level], nbytes: int, tokens: int
+) -> float:
+    """Count what a request reads; return how long that takes, tiers beside each other."""
+    seconds = 0.0
+    for number, level in enumerate(levels):
+        blocks = found.count(number)
+        if blocks:
+            tiers.hits[number] += blocks * tokens
+            tiers.read[number] += blocks * nbytes
+            seconds = max(seconds, level.latency + blocks * nbytes / level.bytes_per_s)
+    return seconds
+
+
+def _results(
+    trace: Trace,
+    levels: Sequence[Level],
+    tiers: _Tiers,
+    written: Sequence[int],
+    hits: Hits,
+    terms: tuple[float, Prices, int, float],
+) -> list[LevelResult]:
+    hours, prices, nbytes, warmup = terms
+    found, reached, blocks = [], 0, 0
+    for number, level in enumerate(levels):
+        reached += tiers.hits[number]
+        room = _UNBOUNDED if level.nbytes is None else level.nbytes // nbytes
+        blocks = min(blocks + room, trace.unique)
+        a_day = written[number] * nbytes / (hours * 3600) * DAY if hours else 0.0
+        used = level.nbytes if level.nbytes is not None else _held(tiers, number) * nbytes
+        reads = tiers.read[number] // nbytes
+        found.append(
+            LevelResult(
+                name=level.name,
+                nbytes=level.nbytes,
+                hit_rate=_percent(tiers.hits[number], hits.tokens),
+                hit_tokens=tiers.hits[number],
+                reached=_percent(reached, hits.tokens),
+                bound=round(optimum(trace, blocks, warmup=warmup).rate_tokens, 3),
+                read_bytes=tiers.read[number],
+                written_bytes=written[number] * nbytes,
+                written_bytes_a_day=a_day,
+                life_years=prices.life_years(level.name, used, a_day),
+                dollars=prices.a_month(level.name, used, reads, written[number], hours),
+            )
+        )
+    return found
+
+
+def _held(tiers: _Tiers, number: int) -> int:
+    return sum(tiers.tiers[number].inside)
+
+
+def _percent(tokens: int, of: int) -> float:
+    return round(100 * tokens / of, 3) if of else 0.0
+
+
+def _times(seconds: Sequence[float]) -> Times:
+    if not seconds:
+        return Times(0.0, 0.0, 0.0, 0.0)
+    p50, p90, p99 = np.percentile(np.asarray(seconds), (50, 90, 99)).tolist()
+    return Times(float(np.mean(seconds)), p50, p90, p99)

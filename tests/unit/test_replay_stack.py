@@ -1,0 +1,179 @@
+"""``kvtier replay --tier``: a stack of tiers on traces that can be reckoned by hand."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from kvtier.cli.main import run
+from kvtier.cli.stack import parse_level
+from kvtier.errors import ConfigError
+from kvtier.planning.prices import Prices, read_prices
+from kvtier.planning.simulate import simulate
+from kvtier.planning.stack import Level, Speeds, simulate_stack
+from kvtier.planning.trace import Trace
+from kvtier.policies.lru import Lru
+
+BLOCK = 4
+PER_TOKEN = 256
+BLOCK_BYTES = BLOCK * PER_TOKEN
+FAST, SLOW = 1e12, 1e3
+
+
+def traced(*prompts, seconds=60) -> Trace:
+    trace = Trace("t", BLOCK)
+    for number, blocks in enumerate(prompts):
+        trace.add(number * seconds * 1000, len(blocks) * BLOCK + 1, 1, blocks)
+    return trace
+
+
+def level(name, blocks, speed=FAST, latency=0.0) -> Level:
+    return Level(name, None if blocks is None else blocks * BLOCK_BYTES, speed, latency)
+
+
+def stacked(trace, *levels, **how):
+    settings = {"speeds": Speeds(0.01), "prices": Prices(), "bytes_per_token": PER_TOKEN} | how
+    return simulate_stack(trace, levels, ("lru", Lru), **settings)
+
+
+def test_each_block_comes_from_the_fastest_tier_that_has_it():
+    found = stacked(
+        traced(["a", "b"], ["c", "d"], ["a", "b"], ["a", "b"]), level("dram", 2), level("lmdb", 4)
+    )
+    dram, lmdb = found.levels
+    assert (dram.hit_tokens, lmdb.hit_tokens) == (2 * BLOCK, 2 * BLOCK)
+    assert (dram.written_bytes, lmdb.written_bytes) == (6 * BLOCK_BYTES, 4 * BLOCK_BYTES)
+    assert lmdb.read_bytes == 2 * BLOCK_BYTES
+    assert found.hit_rate == pytest.approx(100 * 16 / 36, abs=0.001)
+    assert lmdb.reached == pytest.approx(found.hit_rate)
+
+
+def test_a_tier_that_is_slower_than_computing_is_left_alone():
+    trace = traced(["a", "b"], ["c", "d"], ["a", "b"])
+    slow = stacked(trace, level("dram", 2), level("s3", None, SLOW))
+    assert slow.levels[1].hit_tokens == 0
+    assert slow.skipped_tokens == 2 * BLOCK
+    assert slow.ttft == slow.ttft_without
+    forced = stacked(trace, level("dram", 2), level("s3", None, SLOW), always=True)
+    assert forced.levels[1].hit_tokens == 2 * BLOCK
+    assert forced.ttft.p99 > slow.ttft.p99
+
+
+def test_times_are_those_of_reading_and_of_computing_the_rest():
+    found = stacked(
+        traced(["a", "b"], ["a", "b", "c"]), level("dram", 8, BLOCK_BYTES / 0.02, 0.01), warmup=0.5
+    )
+    assert found.ttft_without.p50 == pytest.approx(13 * 0.01)
+    assert found.ttft.p50 == pytest.approx(0.01 + 2 * 0.02 + 5 * 0.01)
+
+
+def test_money_and_wear_follow_from_the_prices():
+    prices = Prices(dram_gib_month=2.0, disk_gib_month=0.5, gpu_hour=10.0)
+    gib = 1 << 30
+    assert prices.a_month("dram", 4 * gib, 9, 9, 1.0) == 8.0
+    assert prices.a_month("lmdb", 4 * gib, 9, 9, 1.0) == 2.0
+    month = 30 * 24.0
+    requests = prices.object_put_1000 + 2 * prices.object_get_1000
+    assert prices.a_month("s3", 0, 2000, 1000, month) == pytest.approx(requests)
+    assert prices.life_years("lmdb", gib, 2 * gib) == pytest.approx(2.5)
+    assert prices.life_years("dram", gib, gib) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_stack_beats_its_bound_and_one_tier_is_the_tier_alone(seed):
+    rng = random.Random(seed)
+    heads = [[f"{h}.{d}" for d in range(rng.randrange(1, 5))] for h in range(6)]
+    prompts = []
+    for _ in range(60):
+        head = rng.choice(heads)
+        tail = f"{head[-1]}/{rng.randrange(4)}"
+        prompts.append([*head, tail] if rng.random() < 0.5 else head)
+    trace = traced(*prompts)
+    sizes = [rng.randrange(1, 6) for _ in range(3)]
+    levels = [level(f"t{n}", size) for n, size in enumerate(sizes)]
+    found = stacked(trace, *levels, always=True)
+    for one in found.levels:
+        assert one.reached <= one.bound + 1e-9
+    alone = stacked(trace, levels[0], always=True)
+    hits = simulate(trace, Lru, sizes[0])
+    assert alone.levels[0].hit_rate == pytest.approx(hits.rate_tokens, abs=0.001)
+
+
+# ------------------------------------------------------------------------------- command, bad input
+
+
+@pytest.fixture
+def trace_file(tmp_path):
+    lines = [
+        {"timestamp": 1000 * n, "input_length": 8, "output_length": 1, "hash_ids": one}
+        for n, one in enumerate([[1, 2], [3, 4], [1, 2]])
+    ]
+    path = tmp_path / "t.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return path
+
+
+TIERS = ("--tier", "dram:2KiB@25GB/s", "--tier", "lmdb:8KiB@5GB/s+100us", "--block-size", "4")
+
+
+def test_the_command_shows_a_row_a_tier_and_writes_json(trace_file, tmp_path, capsys):
+    out = tmp_path / "o.json"
+    args = [str(trace_file), *TIERS, "--bytes-per-token", "256B", "--json", str(out)]
+    assert run(["replay", *args]) == 0
+    report = json.loads(out.read_text())
+    assert [one["name"] for one in report["levels"]] == ["dram", "lmdb"]
+    shown = capsys.readouterr().out
+    assert "lmdb" in shown
+    assert "TTFT without" in shown
+
+
+@pytest.mark.parametrize(
+    ("args", "word"),
+    [
+        (("--tier", "dram"), "looks like"),
+        (("--tier", "dram:1GiB"), "looks like"),
+        (("--tier", "dram:1GiB@5"), "looks like"),
+        (("--tier", "dram:much@5GB/s"), "size"),
+        (("--tier", "dram:1GiB@5GB/s+soon"), "duration"),
+        (("--tier", "dram:1GiB@5GB/s", "--tier", "dram:1GiB@5GB/s"), "name of its own"),
+        (("--tier", "dram:1B@5GB/s"), "no room"),
+        (("--tier", "dram:1GiB@5GB/s", "--capacity-blocks", "3"), "leave --capacity-blocks"),
+        (("--tier", "dram:1GiB@5GB/s", "--policy", "optimal"), "needs a policy"),
+    ],
+)
+def test_what_makes_no_stack_is_told(trace_file, capsys, args, word):
+    command = ["replay", str(trace_file), "--block-size", "4", "--bytes-per-token", "256B", *args]
+    assert run(command) != 0
+    assert word in capsys.readouterr().err
+
+
+def test_tiers_need_to_know_what_a_token_takes(trace_file, capsys):
+    assert run(["replay", str(trace_file), *TIERS]) != 0
+    assert "--bytes-per-token" in capsys.readouterr().err
+
+
+def test_prices_are_read_and_checked(tmp_path, capsys):
+    path = tmp_path / "p.toml"
+    path.write_text("gpu_hour = 7\n")
+    assert read_prices(path).gpu_hour == 7.0
+    for text, word in (
+        ("gpu_our = 7", "gpu_hour"),
+        ("gpu_hour = -1", "0 or more"),
+        ("gpu_hour = 'x'", "number"),
+        ("gpu_hour", "TOML"),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=word):
+            read_prices(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_prices(tmp_path / "none")
+    assert run(["replay", "--help-prices"]) == 0
+    shown = tmp_path / "shown.toml"
+    shown.write_text(capsys.readouterr().out)
+    assert read_prices(shown) == Prices()
+
+
+def test_a_level_is_read():
+    assert parse_level("s3:unbounded@1GB/s+20ms") == Level("s3", None, 1e9, 0.02)
