@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +20,7 @@ from kvtier.testing.toy import dram
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
+ROOT = Path(__file__).parents[2]
 TOKENS = 400  # of a prompt
 WHOLE = 384  # what is reused of it
 HEAL_SECONDS = 30.0
@@ -182,3 +187,38 @@ def test_fleet_a_partition_heals(fleet, seeds):
     until_loaded(b, others)
     b.save(mine, TOKENS)
     until_loaded(a, old)
+
+
+def test_fleet_two_collections_under_load(fleet, seeds, s3_server):
+    """Hosts save and load what two collections delete; what is left, or saved anew, is right."""
+    a, b, c = fleet.hosts
+    prompts, more = seeds(6), seeds(6)
+    assert a.save(prompts, TOKENS).flushed
+    until_loaded(b, prompts)
+    url = f"s3:{fleet.location}?capacity=100KiB&endpoint={s3_server.endpoint}"
+    command = [sys.executable, "-m", "kvtier", "gc", url, "--json"]
+    env = {**os.environ, **fleet.env}
+    sweepers = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, env=env, cwd=ROOT) for _ in range(2)
+    ]
+    said = []
+    try:
+        while any(one.poll() is None for one in sweepers):
+            a.send(Save(more, TOKENS, 20.0))
+            for host in (b, c):
+                host.forget("lmdb")
+                host.send(Load([*prompts, *more], TOKENS))
+            a.receive(Saved)
+            for host in (b, c):
+                harmless(host.receive(Loaded))
+    finally:
+        for one in sweepers:
+            out, _ = one.communicate(timeout=50)
+            said.append((one.returncode, out))
+    swept = [json.loads(out) for status, out in said if status in (0, 1)]
+    assert sum(sum(one["removed"].values()) for one in swept) > 0
+    for host in (b, c):
+        host.forget("lmdb")
+        harmless(host.load(prompts, TOKENS))
+    assert b.save([*prompts, *more], TOKENS).flushed
+    until_loaded(c, [*prompts, *more])
