@@ -28,7 +28,6 @@ from kvtier.clock import Clock, monotonic
 from kvtier.errors import ConfigError, MisuseError, Unavailable, unknown
 from kvtier.identity.record import Header, RecordId
 from kvtier.storage_backends.slab import (
-    NO_ROOM,
     PAGE,
     SLOT_CHARGE,
     FileIO,
@@ -324,9 +323,9 @@ class LmdbSlabStore:
                 out[at] = self._unwritten(error)
 
     def _unwritten(self, error: Exception) -> tuple[Status, None]:
+        """Say that a write failed: not for want of room that the removal of records would give."""
         self._log.warn("a write failed", error)
-        full = isinstance(error, OSError) and error.errno in NO_ROOM
-        return Status.FULL if full else Status.FAILED, None
+        return Status.FAILED, None
 
     def _fill(
         self, segment: Segment, slot: int, name: RecordId, head: bytes, data: memoryview

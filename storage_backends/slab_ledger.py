@@ -42,14 +42,15 @@ class Log:
         self._clock = clock
         self._last = float("-inf")
 
-    def warn(self, what: str, error: Exception) -> None:
-        """Say what went wrong and why, unless something was said just now."""
+    def warn(self, what: str, error: Exception) -> str:
+        """Say what went wrong and why, unless something was said just now; return the words."""
         now, text = self._clock(), f"{self._path}: {what}: {error}"
         note(text)
         if now - self._last >= _LOG_SECONDS:
             self._last = now
             # As text: whoever keeps the record would keep the buffers of the error's traceback.
             _logger.warning("%s", text)
+        return text
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +58,8 @@ class Batch:
     """What is committed together.
 
     since: when it began, in seconds. operations: by name, in order of writing, the entry to put,
-    or None to delete. releases: slots to free afterwards. bytes: of the slots written.
+    or None to delete. releases: slots to free afterwards. bytes: of the slots written. cause:
+    why it failed.
     """
 
     since: float = 0.0
@@ -67,6 +69,7 @@ class Batch:
     bytes: int = 0
     settled: bool = False
     failed: bool = False
+    cause: str = ""
 
 
 class Ledger:
@@ -100,7 +103,7 @@ class Ledger:
         self._committing = threading.Lock()
         self._pending = Batch()
         self._in_commit = Batch()
-        self._disk_full = False  # before the capacity is
+        self._disk_full: OSError | None = None  # before the capacity is
 
     # ------------------------------------------------------------------------------------ reading
 
@@ -223,6 +226,8 @@ class Ledger:
         with self._committing:
             if not batch.settled:
                 self._commit()
+        if batch.failed:
+            note(batch.cause)  # of this thread's call, too
 
     def _commit(self) -> None:
         with self._lock:
@@ -235,7 +240,7 @@ class Ledger:
             self._index.commit(batch.operations)
             failed = False
         except (OSError, Unavailable) as error:
-            self._log.warn("a commit failed; the writes that it held are lost", error)
+            batch.cause = self._log.warn("a commit failed; the writes that it held are lost", error)
         finally:
             with self._lock:
                 self._in_commit = Batch()
@@ -266,7 +271,10 @@ class Ledger:
     # ---------------------------------------------------------------------------------------- room
 
     def slot(self, stride: int) -> tuple[Segment, int] | None:
-        """Return a slot, removing no record; None if there is no room. Raises OSError."""
+        """Return a slot, removing no record; None if there is no room before one is removed.
+
+        Raises OSError, also for a disk that others have filled when there is none to remove.
+        """
         with self._lock:
             taken = self._slabs.take(stride, self._clock())
         if taken is not None:
@@ -279,7 +287,13 @@ class Ledger:
             if taken is None:
                 self._reclaim(stride)
                 taken = self._extend(stride)
+            if taken is None and self._disk_full is not None and self._is_empty():
+                raise self._disk_full
         return taken
+
+    def _is_empty(self) -> bool:
+        with self._lock:
+            return all(segment.empty for segment in self._slabs.segments.values())
 
     def _extend(self, stride: int) -> tuple[Segment, int] | None:
         """Take a slot, of a new segment if the capacity allows one."""
@@ -296,9 +310,9 @@ class Ledger:
                 raise
             # Slots that wait for a commit may still serve, and empty segments can go.
             self._log.warn("the disk is full below the capacity", error)
-            self._disk_full = True
+            self._disk_full = error
             return None
-        self._disk_full = False
+        self._disk_full = None
         with self._lock:
             self._slabs.add(segment)
             return self._slabs.take(stride, self._clock())

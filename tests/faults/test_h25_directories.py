@@ -10,15 +10,21 @@ import os
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
 import kvtier
 from kvtier.errors import ConfigError
+from kvtier.metrics import Metrics
+from kvtier.seams import ThreadFlow
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
-from kvtier.storage_backends.slab import FileIO
+from kvtier.testing.faulty_io import FaultyIO
+from kvtier.testing.records import aligned, make_record
 from kvtier.testing.small_catalog import Clock
 from kvtier.testing.toy import CHUNK, NAMESPACE, prompt
+from kvtier.tiers.store import Status
+from kvtier.tiers.tier import Fetched, Tier, Wanted
 
 TOKENS = 4 * CHUNK
 
@@ -92,75 +98,135 @@ def test_anothers_directory_ends_the_start_with_one_line(folder, lmdb, mode):
     assert "EACCES" in last
 
 
-class Failing(FileIO):
-    """A disk on which one kind of call fails for as long as a code is set."""
-
-    def __init__(self, verb: str) -> None:
-        self.verb = verb
-        self.code = 0
-
-    def _fail(self, verb: str) -> None:
-        if self.code and verb == self.verb:
-            raise OSError(self.code, os.strerror(self.code))
-
-    def open(self, path, flags):
-        self._fail("open")
-        return super().open(path, flags)
-
-    def pwrite(self, descriptor, buffers, offset):
-        self._fail("pwrite")
-        return super().pwrite(descriptor, buffers, offset)
-
-    def fallocate(self, descriptor, length):
-        self._fail("fallocate")
-        super().fallocate(descriptor, length)
-
-    def fdatasync(self, descriptor):
-        self._fail("fdatasync")
-        super().fdatasync(descriptor)
+FAULTS = [
+    *(errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.EIO, errno.EDQUOT),
+    *(errno.EMFILE, errno.EINTR, errno.ENOSPC, "short"),
+]
 
 
-CODES = [errno.EACCES, errno.EPERM, errno.EROFS, errno.EINVAL, errno.EIO, errno.EDQUOT]
+def named(fault: int | str) -> str:
+    return errno.errorcode[fault] if isinstance(fault, int) else fault
 
 
-@pytest.mark.parametrize("code", CODES, ids=errno.errorcode.get)
-@pytest.mark.parametrize("verb", ["open", "fallocate", "pwrite", "fdatasync"])
+def cause_of(fault: int | str) -> str:
+    return os.strerror(fault) if isinstance(fault, int) else " of "
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=named)
+@pytest.mark.parametrize("kind", ["open", "allocate", "write", "sync"])
 def test_a_disk_that_fails_later_is_told_counted_and_heals(
-    engines, folder, verb, code, warnings_of
+    engines, folder, kind, fault, warnings_of
 ):
     """The engine goes on from dram meanwhile; the log names cause and path, and not each time."""
-    io, clock = Failing(verb), Clock()
+    if fault == "short" and kind != "write":
+        return  # only what moves bytes can move fewer
+    io, clock = FaultyIO(), Clock()
     store = LmdbSlabStore(folder, 64 << 20, durability="each", io=io)
     toy = engines(store, clock=clock, chunks=48)
-    io.code = code
+    io.fail(kind, fault)
     for seed in range(8):
         toy.save(f"save-{seed}", prompt(TOKENS, seed))
         assert toy.load(f"load-{seed}", prompt(TOKENS + 1, seed))[::2] == (TOKENS, True)
+    assert io.hits
     assert toy.cache.metrics.get("tier_errors") + toy.cache.metrics.get("dropped_spills") > 0
-    told = [text for text in warnings_of(str(folder)) if os.strerror(code) in text]
+    told = [text for text in warnings_of(str(folder)) if cause_of(fault) in text]
     assert 1 <= len(told) <= 2
-    io.code = 0
+    health = toy.cache.health()
+    [(_, why)] = health.troubles.items()
+    assert health.status == "degraded"
+    assert str(folder) in why
+    assert cause_of(fault) in why
+    io.heal()
     clock.now += 30.0
     toy.save("healed", prompt(TOKENS, 50))
     toy.save("healed too", prompt(TOKENS, 51))
+    assert toy.cache.health().status == "ok"
     toy.cache.clear("dram")
     assert toy.load("from the disk", prompt(TOKENS + 1, 51))[::2] == (TOKENS, True)
 
 
-@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO], ids=errno.errorcode.get)
-def test_a_tier_that_fails_makes_the_cache_degraded_until_it_is_well(engines, folder, code):
-    io, clock = Failing("pwrite"), Clock()
-    toy = engines(LmdbSlabStore(folder, 64 << 20, durability="each", io=io), clock=clock, chunks=48)
-    assert (toy.cache.health().status, toy.cache.health().troubles) == ("ok", {})
-    io.code = code
-    for seed in range(8):
+@pytest.mark.parametrize("fault", [errno.EIO, errno.EACCES, errno.EINTR, "short"], ids=named)
+def test_a_disk_that_cannot_be_read_is_a_miss_until_it_can(engines, folder, fault):
+    """What was acknowledged as durable is there when it is well again."""
+    io, clock = FaultyIO(), Clock()
+    store = LmdbSlabStore(folder, 64 << 20, durability="each", io=io)
+    toy = engines(store, clock=clock, chunks=48)
+    for seed in range(6):
         toy.save(f"save-{seed}", prompt(TOKENS, seed))
+    toy.cache.clear("dram")
+    io.fail("read", fault)
+    for seed in range(5):
+        clock.now += 1.0
+        _, _, exact = toy.load(f"load-{seed}", prompt(TOKENS + 1, seed))
+        assert exact
     health = toy.cache.health()
-    assert health.status == "degraded"
     [(_, why)] = health.troubles.items()
     assert str(folder) in why
-    assert os.strerror(code) in why
-    io.code = 0
+    assert cause_of(fault) in why
+    io.heal()
     clock.now += 30.0
-    toy.save("healed", prompt(TOKENS, 50))
+    assert toy.load("again", prompt(TOKENS + 1, 5))[::2] == (TOKENS, True)
     assert toy.cache.health().status == "ok"
+
+
+@pytest.mark.parametrize("kind", ["read", "write", "sync"])
+def test_a_disk_that_hangs_is_left_alone_and_heals(folder, kind):
+    """Calls own their buffers until they return; nothing else waits for them."""
+    io, clock = FaultyIO(), Clock()
+    store = LmdbSlabStore(folder, 64 << 20, durability="each", io=io)
+    flow = ThreadFlow()
+    tier = Tier("lmdb", store, flow, Metrics(), clock)
+    records = [make_record(number, 60_000) for number in range(store.THREADS + 1)]
+    buffers = [aligned(61_440) for _ in records]
+    wanted = [
+        Wanted(record.header.id, record.header.namespace, 60_000, buffer)
+        for record, buffer in zip(records, buffers, strict=True)
+    ]
+
+    def start(number):
+        if kind == "read":
+            return flow.spawn(tier.read([wanted[number]]))
+        return flow.spawn(tier.write([records[number]]))
+
+    try:
+        if kind == "read":
+            assert flow.spawn(tier.write(records)).result(20) == [Status.OK] * len(records)
+        io.fail(kind, "hang")
+        hung = [start(number) for number in range(store.THREADS)]
+        deadline = time.monotonic() + 20
+        while len(tier._running) < store.THREADS or not io.hits:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        clock.now += 31.0
+        assert not tier.available
+        assert "hangs" in tier.trouble
+        (late,) = start(store.THREADS).result(5)
+        assert late in (Status.FAILED, Fetched(Status.FAILED))
+        io.heal()
+        for one in hung:
+            (said,) = one.result(20)
+            assert (said.status if kind == "read" else said) is Status.OK
+        assert tier.available
+        assert not tier.trouble
+        for fetched, record, buffer in zip(
+            flow.spawn(tier.read(wanted)).result(20)[:-1], records, buffers, strict=False
+        ):
+            assert fetched.status is Status.OK
+            assert buffer[:60_000] == record.data
+    finally:
+        io.heal()
+        tier.close()
+        flow.close()
+
+
+def test_a_disk_that_others_have_filled_is_named(engines, folder):
+    """No segment can be made, and there is no record that could make room for another."""
+    io, clock = FaultyIO(), Clock()
+    store = LmdbSlabStore(folder, 64 << 20, durability="batch", io=io)
+    toy = engines(store, clock=clock, chunks=48)
+    io.fail("allocate", errno.ENOSPC)
+    for seed in range(6):
+        toy.save(f"save-{seed}", prompt(TOKENS, seed))
+    [(_, why)] = toy.cache.health().troubles.items()
+    assert str(folder) in why
+    assert os.strerror(errno.ENOSPC) in why

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,8 @@ import pytest
 
 from kvtier.errors import ConfigError, KvtierError, Unavailable
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
-from kvtier.storage_backends.slab import FileIO
 from kvtier.storage_backends.slab_index import Index
+from kvtier.testing.faulty_io import FaultyIO
 from kvtier.testing.records import aligned, fetch, is_exact, make_record
 from kvtier.tiers.store import Status, Write
 
@@ -21,64 +20,22 @@ MIB = 1 << 20
 OK, ABSENT, FAILED = Status.OK, Status.ABSENT, Status.FAILED
 
 
-class Faulty(FileIO):
-    """Fails the Nth call after it was armed."""
-
-    def __init__(self, kind: str, at: int = 0) -> None:
-        self.kind = kind
-        self.left = at
-
-    def _due(self) -> bool:
-        self.left -= 1
-        return self.left == 0
-
-    def _fail(self) -> None:
-        if self._due():
-            raise OSError(getattr(errno, self.kind), "injected")
-
-    def open(self, path: Path, flags: int) -> int:
-        if self.kind != "short":
-            self._fail()
-        return super().open(path, flags)
-
-    def fallocate(self, descriptor: int, length: int) -> None:
-        if self.kind != "short":
-            self._fail()
-        super().fallocate(descriptor, length)
-
-    def fdatasync(self, descriptor: int) -> None:
-        if self.kind != "short":
-            self._fail()
-        super().fdatasync(descriptor)
-
-    def pread(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        return self._maybe_short(super().pread, descriptor, buffers, offset)
-
-    def pwrite(self, descriptor: int, buffers: list[memoryview], offset: int) -> int:
-        return self._maybe_short(super().pwrite, descriptor, buffers, offset)
-
-    def _maybe_short(
-        self,
-        call: Callable[[int, list[memoryview], int], int],
-        descriptor: int,
-        buffers: list[memoryview],
-        offset: int,
-    ) -> int:
-        if self.kind != "short":
-            self._fail()
-            return call(descriptor, buffers, offset)
-        return call(descriptor, buffers, offset) - (512 if self._due() else 0)
+FAULTS = ["EIO", "ENOSPC", "EMFILE", "EACCES", "EROFS", "EINTR", "short"]
 
 
-@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "EMFILE", "short"])
+def fault(kind: str) -> Any:
+    return "short" if kind == "short" else getattr(errno, kind)
+
+
+@pytest.mark.parametrize("kind", FAULTS)
 def test_every_fault_while_open(tmp_path: Path, durability: str, kind: str) -> None:
     for at in range(1, 200):
-        io = Faulty(kind)
+        io = FaultyIO()
         store = LmdbSlabStore(tmp_path / f"{at}", 8 * MIB, durability=durability, io=io)
-        io.left = at
+        io.fail("any", fault(kind), at, 1)
         present, absent = scenario(store)
-        hit = io.left <= 0
-        io.left = 0
+        hit = bool(io.hits)
+        io.heal()
         hold(store, present, absent)
         assert store.write_many([make_record(77, 3000)]) == [OK]
         store.close()
@@ -122,10 +79,11 @@ def hold(store: LmdbSlabStore, present: list[Write], absent: list[Write]) -> Non
     assert store.contains_many(gone) == [ABSENT] * len(gone)
 
 
-@pytest.mark.parametrize("kind", ["EIO", "ENOSPC", "EMFILE", "short"])
+@pytest.mark.parametrize("kind", FAULTS)
 def test_every_fault_at_opening(tmp_path: Path, kind: str) -> None:
     for at in range(1, 20):
-        io = Faulty(kind, at)
+        io = FaultyIO()
+        io.fail("any", fault(kind), at, 1)
         try:
             LmdbSlabStore(tmp_path / f"{at}", 8 * MIB, io=io).close()
         except KvtierError as error:
@@ -133,7 +91,7 @@ def test_every_fault_at_opening(tmp_path: Path, kind: str) -> None:
             LmdbSlabStore(tmp_path / f"{at}", 8 * MIB).close()
         else:
             break
-    assert io.left > 0
+    assert io.armed
     assert at > 1
 
 
@@ -180,11 +138,11 @@ def test_failed_commit_withdraws_its_writes(
 
 def test_read_tells_why_in_the_log(opened: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
-    io = Faulty("EIO")
+    io = FaultyIO()
     store = opened(io=io, clock=opened.clock)
     record = make_record(1, 5000)
     store.write_many([record])
     for _ in range(5):
-        io.left = 1
+        io.fail("read", errno.EIO, times=1)
         assert store.read_many([record.header.id], [aligned(8192)])[0].status is FAILED
-    assert caplog.text.count("injected") == 1
+    assert caplog.text.count("Input/output error") == 1
