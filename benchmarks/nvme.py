@@ -8,8 +8,9 @@ store takes each payload's checksum, commits its index and syncs, all in the tim
 
 sizes              write and read of 128 KiB, 2 MiB and 16 MiB into space that was written before,
                    beside fio (direct, psync, the same sizes and threads, synced at its end); the
-                   store is called with up to 2 MiB of records at a time. fio beside itself is the
-                   control: how far two runs of one thing differ here
+                   store is called with up to 2 MiB of records at a time, between two runs of fio,
+                   and compared with their mean. The second beside the first is the control: how
+                   far two runs of one thing differ here
 fresh              2 MiB into space that is only preallocated, beside fio in such a file
 huge_pages         2 MiB from buffers in huge pages, beside the arena's as this system gives them
 larger_than_cache  half reads, half replacements of 2 MiB on a tier four times as large as the
@@ -31,6 +32,7 @@ import sys
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,14 +94,18 @@ class Rows:
         return dict(found)
 
 
-def fio_turns(rows: Rows, fio: Fio | None, verb: str, size: int, ours: Pass) -> None:
-    """Compare a pass with fio's, and fio's with another of its own."""
+def beside_fio(rows: Rows, fio: Fio | None, verb: str, size: int, ours: Callable[[], Pass]) -> None:
+    """Take a turn between two of fio's, of which the second is the first one's control."""
+    before = fio.run(verb, size) if fio else 0.0
+    done = ours()
+    rows.add("slab", verb, done)
     if fio is None:
         return
-    first, second = fio.run(verb, size), fio.run(verb, size)
-    rows.add("fio", verb, Pass(first, 0.0))
-    rows.ratio(f"{verb}_ratio_fio", ours.bytes_per_s / first)
-    rows.ratio(f"{verb}_fio_over_fio", second / first)
+    after = fio.run(verb, size)
+    for rate in (before, after):
+        rows.add("fio", verb, Pass(rate, 0.0))
+    rows.ratio(f"{verb}_ratio_fio", 2 * done.bytes_per_s / (before + after))
+    rows.ratio(f"{verb}_fio_over_fio", after / before)
 
 
 def one_size(folder: Path, size: int, total: int, rounds: int, driver: Driver) -> Report:
@@ -122,15 +128,17 @@ def one_size(folder: Path, size: int, total: int, rounds: int, driver: Driver) -
             for name, peer in peers.items():
                 peer.drop(numbers)
                 peer.settle()
-                done = driver.write(peer, numbers, batch, size)
-                rows.add(name, "write", done)
+                turn = partial(driver.write, peer, numbers, batch, size)
                 if peer is slab:
-                    fio_turns(rows, fio, "write", size, done)
+                    beside_fio(rows, fio, "write", size, turn)
+                else:
+                    rows.add(name, "write", turn())
             for name, peer in peers.items():
-                done = driver.read(peer, records, numbers, batch)
-                rows.add(name, "read", done)
+                turn = partial(driver.read, peer, records, numbers, batch)
                 if peer is slab:
-                    fio_turns(rows, fio, "read", size, done)
+                    beside_fio(rows, fio, "read", size, turn)
+                else:
+                    rows.add(name, "read", turn())
     return {**rows.ratios(), "contenders": rows.contenders()}
 
 
@@ -237,7 +245,9 @@ def summed_up(report: Report) -> Report:
     if "waste" in report:
         report["waste_two_geometries"] = report["waste"]["waste"]
     if "growth" in report:
-        report["reopen_s"] = {n: row["open_cache_s"] for n, row in report["growth"].items()}
+        for name in ("open_cache_s", "open_cache_cpu_s"):
+            column = {count: row[name] for count, row in report["growth"].items()}
+            report[name.replace("open_cache", "reopen")] = column
     return report
 
 
