@@ -58,7 +58,10 @@ class FileIO:
     """The system calls on segments. Tests replace it to inject faults.
 
     Every method blocks, releases the GIL, and raises OSError.
+    syncs: how many files of a commit are synced at a time; one at a time by the caller's thread.
     """
+
+    syncs: int = 4
 
     def open(self, path: Path, flags: int) -> int:
         """Open a file, with mode 0600 if that creates it, and return its descriptor."""

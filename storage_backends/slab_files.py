@@ -22,7 +22,6 @@ __all__ = ["SegmentFiles"]
 
 _MAX_OPEN: Final = 256
 _SCRATCHES: Final = 8
-_SYNCS: Final = 4
 _SYNCED_ALONE: Final = 3
 
 
@@ -47,7 +46,7 @@ class SegmentFiles:
         self._closed = False
         self._made = False
         self._scratch = ScratchPool(_SCRATCHES)
-        self._syncs = IoPool("lmdb-sync", _SYNCS)
+        self._syncs = IoPool("lmdb-sync", io.syncs)
 
     def write(self, segment: Segment, slot: int, head: bytes, data: memoryview) -> None:
         """Write a record: a page with its header, then the payload. See write_run."""
@@ -123,7 +122,7 @@ class SegmentFiles:
             made, self._made = self._made, False
         written = list(segments)
         try:
-            if len(written) > _SYNCED_ALONE:
+            if self._io.syncs > 1 and len(written) > _SYNCED_ALONE:
                 self._sync_together(written)
             else:
                 for segment in written:

@@ -72,6 +72,8 @@ def open_store(
     folder: Path, durability: str, io: FileIO | None = None, clock: Clock | None = None
 ) -> LmdbSlabStore:
     """Open the store of a folder."""
+    io = io or FileIO()
+    io.syncs = 1  # on this thread, which is traced
     return LmdbSlabStore(folder, CAPACITY, durability=durability, io=io, clock=clock or Clock())
 
 
