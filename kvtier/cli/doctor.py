@@ -35,8 +35,19 @@ __all__ = ["doctor"]
     metavar="SIZE",
     help="Size of the dram tier wanted.",
 )
+@click.option(
+    "--device",
+    is_flag=True,
+    help="Measure copies to and from a GPU, and keep the fastest ways; a minute.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(directory: Path | None, s3: str | None, dram: str, as_json: bool) -> int:  # noqa: FBT001
+def doctor(
+    directory: Path | None,
+    s3: str | None,
+    dram: str,
+    device: bool,  # noqa: FBT001
+    as_json: bool,  # noqa: FBT001
+) -> int:
     """Look at this machine: what works, what is limited, what is missing.
 
     Everything is tried, not guessed: a file is written past the page cache, an object is put,
@@ -44,6 +55,7 @@ def doctor(directory: Path | None, s3: str | None, dram: str, as_json: bool) -> 
     and 2 if the command line makes no sense.
     """
     from kvtier.cli import probes
+    from kvtier.cli.copies import copies
 
     wanted = parse_bytes(dram)
     if s3 is not None:
@@ -56,6 +68,7 @@ def doctor(directory: Path | None, s3: str | None, dram: str, as_json: bool) -> 
         probes.gpu(),
         probes.memory(wanted),
         probes.memory_lock(wanted),
+        *(copies() if device else ()),
         where,
         *([bucket] if bucket else []),
         probes.weights(),

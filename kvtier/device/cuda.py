@@ -29,6 +29,7 @@ IN_FLIGHT: Final = 64
 """Operations of one stream that are enqueued at a time. With some 1,000 an A100's queue is full,
 and to enqueue takes 180 us and not 2: vllm-project/vllm#29013."""
 STAGING_BYTES: Final = 32 << 20
+_TABLE_BYTES: Final = 64 << 10  # of 2,730 runs; larger ones are had when they come
 _CLOSE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 50e-6
 _PAUSE: Final = threading.Event()  # never set
@@ -64,9 +65,11 @@ class CudaStream:
         self.handle = handle
         self.closed = False
         self._driver = driver
-        self._turns = [_Turn() for _ in range(in_flight)]
+        # All at once, and here: to allocate between copies may wait for all that a GPU does.
+        host = driver.host(in_flight * _TABLE_BYTES).reshape(in_flight, _TABLE_BYTES)
+        there = driver.memory(host.nbytes, handle)
+        self._turns = [_Turn(one, there, at * _TABLE_BYTES) for at, one in enumerate(host)]
         self._count = 0
-        self.staging: Buffer | None = None
 
     def record(self) -> CudaFence:
         """See Stream."""
@@ -99,30 +102,32 @@ class CudaStream:
 
 
 class _Turn:
-    """What one operation in flight owns: its table, on both sides."""
+    """What one operation in flight owns: its table, on both sides. there: from `at` on."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: NDArray[np.uint8], there: Buffer, at: int) -> None:
         self.event: Event | None = None
         self.table: Numbers | None = None
-        self._host: NDArray[np.uint8] | None = None
-        self._there: Buffer | None = None
+        self._host = host
+        self._there = there
+        self._at = at
 
     def upload(self, driver: Driver, stream: Any, table: Numbers) -> int:
         """Enqueue a copy of a table to the GPU; return its address there."""
-        if self._host is None or self._there is None or self._host.size < table.nbytes:
+        if self._host.size < table.nbytes:
             size = 1 << (table.nbytes - 1).bit_length()
-            self._host, self._there = driver.host(size), driver.memory(size, stream)
+            self._host, self._there, self._at = driver.host(size), driver.memory(size, stream), 0
         self._host[: table.nbytes] = table.reshape(-1).view(np.uint8)
-        driver.copy(stream, self._there.address, self._host.ctypes.data, table.nbytes)
-        return self._there.address
+        address = self._there.address + self._at
+        driver.copy(stream, address, self._host.ctypes.data, table.nbytes)
+        return address
 
 
 class CudaDevice:
     """Copies on two streams of one GPU. See Device.
 
-    table: chooses the way that a copy goes. way: all go this one. in_flight: operations of a
-    stream at a time; beyond it a call waits for the oldest. Calls come from one thread a stream.
-    Slots have to lie in memory that was pinned: others are refused, never copied slowly.
+    table: chooses the way that a copy goes. way: all go this one, where it is set. in_flight:
+    operations of a stream at a time; beyond it a call waits for the oldest. Calls come from one
+    thread a stream. Slots have to lie in pinned memory: others are refused, never copied slowly.
     """
 
     def __init__(
@@ -141,12 +146,15 @@ class CudaDevice:
         self.name = f"cuda: {driver.name}"
         self._driver = driver
         self._table = table
-        self._way = way
+        self.way = way
         self._staging_bytes = staging_bytes
         self._pinned: dict[int, int] = {}
         self._streams: dict[Role, CudaStream] = {
             "load": CudaStream(driver, driver.stream(), in_flight),
             "store": CudaStream(driver, driver.stream(), in_flight),
+        }
+        self._staging = {
+            stream: driver.memory(staging_bytes, stream.handle) for stream in self._streams.values()
         }
 
     def stream(self, role: Role) -> CudaStream:
@@ -243,7 +251,7 @@ class CudaDevice:
         if not len(runs):
             return
         driver, total = self._driver, runs.total
-        choice = self._way or self._table.choose(role, total, len(runs), batches=driver.batches)
+        choice = self.way or self._table.choose(role, total, len(runs), batches=driver.batches)
         if choice.way == "batch":
             with stream.turn() as turn:
                 turn.table = runs.table(into_slot=into_slot)  # kept: it may be read after the call
@@ -265,10 +273,8 @@ class CudaDevice:
 
         All is on one stream, so that one staging buffer is enough: in it nothing meets.
         """
-        if stream.staging is None:
-            stream.staging = self._driver.memory(self._staging_bytes, stream.handle)
         ends = np.cumsum(runs.nbytes, dtype=np.uint64)
-        staged = ends - runs.nbytes + np.uint64(stream.staging.address)
+        staged = ends - runs.nbytes + np.uint64(self._staging[stream].address)
         link = joined(Runs(staged, runs.slots, runs.nbytes)).table(into_slot=into_slot)
         inside = Runs(runs.pages, staged, runs.nbytes)
         if into_slot:

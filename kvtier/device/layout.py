@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError
 
-__all__ = ["byte_pages"]
+__all__ = ["byte_pages", "bytes_at"]
 
 _READ_WRITE: Final = False  # numpy's array interface asks whether it is read-only
 
@@ -65,7 +65,14 @@ def byte_pages(tensor: Any, planes: int, block_bytes: int) -> NDArray[np.uint8]:
             f"a KV tensor of shape {shape} and strides {strides} has blocks that share bytes"
         )
     place = (planes, shape[at], block_bytes)
-    return np.asarray(_Bytes(tensor, address, place, (along, strides[at], 1)))
+    return bytes_at(tensor, address, place, (along, strides[at], 1))
+
+
+def bytes_at(
+    owner: Any, address: int, shape: Sequence[int], strides: Sequence[int]
+) -> NDArray[np.uint8]:
+    """Return bytes at an address, which `owner` keeps there. Nothing is read."""
+    return np.asarray(_Bytes(owner, address, shape, strides))
 
 
 def _block_dimension(shape: tuple[int, ...], item: int, planes: int, block_bytes: int) -> int:

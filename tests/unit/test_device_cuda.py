@@ -78,6 +78,17 @@ def test_there_and_back_in_every_layout(layout, way):
         assert np.array_equal(target, expected)
 
 
+@every_way
+def test_more_runs_than_a_table_has_room_for(way):
+    kv = np.random.default_rng(0).integers(0, 200, (3, 2400, 8), np.uint8)
+    slots, ids = np.zeros((2, 3, 1200, 8), np.uint8), range(0, 2400, 2)
+    with closing(made(way, in_flight=2)) as device:
+        device.pin(slots)
+        fences = [gather(device, [Copy(kv, ids, slot)]) for slot in slots]
+        assert all(fence.wait(SECONDS) for fence in fences)
+    assert all(np.array_equal(slot, kv[:, ids]) for slot in slots)
+
+
 @pytest.mark.parametrize(
     ("way", "calls"),
     [

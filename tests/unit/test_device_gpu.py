@@ -1,0 +1,138 @@
+"""The CUDA device on a real GPU: bytes in every layout on every way, order, and refusals."""
+
+from __future__ import annotations
+
+import mmap
+from contextlib import closing
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.device.base import HOLE, Copy
+from kvtier.device.cuda import CudaFence
+from kvtier.device.paths import PATHS, Choice
+from kvtier.device.torch_driver import cuda_device
+from kvtier.errors import ConfigError
+from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS
+
+pytestmark = pytest.mark.gpu
+
+SECONDS = 30.0
+SLEEP = 200_000_000  # cycles of the GPU: a tenth of a second or so
+
+
+@pytest.fixture(params=PATHS)
+def device(request, tmp_path):
+    try:
+        found = cuda_device(0, Choice(request.param, 8), folder=tmp_path)
+    except ConfigError as refusal:
+        if "no batched copies" not in str(refusal):
+            raise
+        pytest.skip(str(refusal))
+    with closing(found):
+        yield found
+
+
+@pytest.fixture
+def arena(device):
+    memory = np.frombuffer(mmap.mmap(-1, 64 << 20), np.uint8)
+    device.pin(memory)
+    return memory
+
+
+def cut(arena, *shape):
+    return arena[: int(np.prod(shape))].reshape(shape)
+
+
+def kv(layout, generator):
+    item = getattr(torch, layout.dtype).itemsize
+    size = int(np.prod(layout.shape)) * item
+    flat = torch.from_numpy(generator.integers(0, 200, size, np.uint8)).cuda()
+    return layout.kept(flat.view(getattr(torch, layout.dtype)).view(layout.shape))
+
+
+def as_bytes(layout, tensor):
+    """Return what lies in memory, as [planes, blocks, bytes], on the host."""
+    order = (*layout.planes, layout.blocks, *layout.inner)
+    plain = tensor.permute(order).contiguous().view(torch.uint8).cpu().numpy()
+    return plain.reshape(layout.plane_count, BLOCKS, -1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_there_and_back_in_every_layout(device, arena, layout):
+    generator = np.random.default_rng(0)
+    source, target = kv(layout, generator), kv(layout, generator)
+    was, expected = as_bytes(layout, source), as_bytes(layout, target)
+    block = was.shape[2]
+    chosen = [choice for choice in CHOICES.values() if choice]
+    slots = cut(arena, len(chosen), layout.plane_count, 8, block)
+    slots[:] = 0xAB
+    places = [device.pages(layout.view(one), layout.plane_count, block) for one in (source, target)]
+    parts = [slot[:, 1 : 1 + len(ids)] for ids, slot in zip(chosen, slots, strict=True)]
+    out, back = (
+        [Copy(place, ids, part) for ids, part in zip(chosen, parts, strict=True)]
+        for place in places
+    )
+    stored = device.gather(device.stream("store"), out, [device.host_fence()])
+    fences = device.scatter(device.stream("load"), back, [stored], groups=3)
+    assert all(fence.wait(SECONDS) for fence in fences)
+    for ids, slot in zip(chosen, slots, strict=True):
+        kept = [at for at, one in enumerate(ids) if one != HOLE]
+        named = [ids[at] for at in kept]
+        assert np.array_equal(slot[:, [1 + at for at in kept]], was[:, named])
+        rest = [at for at in range(8) if at - 1 not in kept]
+        assert (slot[:, rest] == 0xAB).all()
+        expected[:, named] = was[:, named]
+    assert np.array_equal(as_bytes(layout, target), expected)
+
+
+def slow_write(tensor, value):
+    torch.cuda._sleep(SLEEP)
+    tensor.fill_(value)
+
+
+def stored(device, arena, *, edge):
+    """Store blocks that compute is about to write; return what came into the slot."""
+    tensor = torch.zeros(4, 8, 4096, dtype=torch.uint8, device="cuda")
+    slot = cut(arena, 4, 2, 4096)
+    slot[:] = 1
+    pages = device.pages(tensor, 4, 4096)
+    torch.cuda.synchronize()
+    slow_write(tensor, 7)
+    after = [device.host_fence()] if edge else []
+    fence = device.gather(device.stream("store"), [Copy(pages, [1, 5], slot)], after)
+    assert fence.wait(SECONDS)
+    torch.cuda.synchronize()
+    return slot
+
+
+def test_a_store_waits_for_compute_and_without_its_fence_does_not(device, arena):
+    assert (stored(device, arena, edge=True) == 7).all()
+    assert (stored(device, arena, edge=False) == 0).all()
+
+
+def test_compute_waits_for_the_layers_that_it_reads(device, arena):
+    tensor = torch.zeros(4, 8, 1 << 20, dtype=torch.uint8, device="cuda")
+    slot = cut(arena, 4, 2, 1 << 20)
+    slot[:] = 9
+    pages = device.pages(tensor, 4, 1 << 20)
+    copy = Copy(pages, [1, 5], slot)
+    fences = device.scatter(device.stream("load"), [copy], [device.host_fence()], groups=4)
+    for layer, fence in enumerate(fences):
+        assert isinstance(fence, CudaFence)
+        torch.cuda.current_stream().wait_event(fence.event.event)
+        assert (tensor[layer, [1, 5]] == 9).all()
+    assert (tensor[:, [0, 2, 3, 4, 6, 7]] == 0).all()
+
+
+def test_tensors_of_elsewhere_are_refused(device):
+    with pytest.raises(ConfigError, match="needs KV tensors that are there, not on cpu"):
+        device.pages(torch.zeros(4, 8, 64), 4, 256)
+    with pytest.raises(ConfigError, match="not a ndarray"):
+        device.pages(np.zeros((4, 8, 64), np.float32), 4, 256)
+
+
+def test_a_gpu_that_is_not_there_is_told():
+    with pytest.raises(ConfigError, match="GPU 99 is not there"):
+        cuda_device(99)
