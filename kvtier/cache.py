@@ -94,7 +94,10 @@ class Cache(Upkeep):
         The whole chain counts as used, whatever of it the engine has in HBM.
         """
         self._check()
-        return self._desk.match(self._mine(tokens, request))
+        prefix = self._mine(tokens, request)
+        if self._recorder is not None:
+            self._recorder.note(prefix.keys, len(prefix.tokens))
+        return self._desk.match(prefix)
 
     # ---- load or recompute
 

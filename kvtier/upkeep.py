@@ -8,23 +8,27 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from kvtier.catalog.explain import Explanation
 from kvtier.catalog.sweep import Removed
 from kvtier.checks import check_first, check_kind, check_seconds, check_wait
+from kvtier.clock import monotonic
 from kvtier.desk import Desk, Health
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.keys import TokenIds
 from kvtier.identity.namespace import Namespace, Request
 from kvtier.identity.record import KEY_BYTES
 from kvtier.prefix import Namer, Prefix
+from kvtier.recorder import Recorder
 
 __all__ = ["Removed", "Upkeep"]
 
 _CLEAR_SECONDS: Final = 30.0
 _PURGE_SECONDS: Final = 600.0
+_RECORD_BYTES: Final = 64 << 20
 
 
 def _untold(parts: int) -> None:
@@ -42,6 +46,7 @@ class Upkeep:
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
+        self._recorder: Recorder | None = None
 
     def clear(self, tier: str, *, timeout: float = _CLEAR_SECONDS) -> None:
         """Take everything that nobody holds out of a tier. Blocks.
@@ -121,6 +126,20 @@ class Upkeep:
         self._check()
         return self._desk.explain(self._mine(tokens, request))
 
+    def record(self, path: str | Path | None, *, most_bytes: int = _RECORD_BYTES) -> None:
+        """Record each prompt that is matched from now on, for ``kvtier replay``; None: no more.
+
+        path: a file that gets a JSON line a request, with hashes and no tokens. Beyond
+        `most_bytes` it becomes ``path.1``; four such are kept. Blocks briefly.
+        Raises ConfigError when it cannot be written, and MisuseError for sizes that are none.
+        """
+        self._check()
+        chunk = self.namespace.geometry.chunk_tokens
+        fresh = None if path is None else Recorder(path, chunk, most_bytes, monotonic)
+        before, self._recorder = self._recorder, fresh
+        if before is not None:
+            before.close()
+
     def figures(self) -> dict[str, float]:
         """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""
         self._check_process()
@@ -162,6 +181,8 @@ class Upkeep:
         if os.getpid() != self._pid or not self._closing.acquire(blocking=False):
             return
         self._desk.unpin()
+        if self._recorder is not None:
+            self._recorder.close()
         try:
             self._desk.leave()
         finally:

@@ -1,8 +1,8 @@
 """Traces: recorded requests, each with its time, its lengths and the hashes of its blocks.
 
-Reads Mooncake's and Bailian's JSON lines, plain, gzip or zstd: an object a line with
-``timestamp``, ``input_length``, ``output_length`` and ``hash_ids``, of which each names a block of
-tokens and all before it.
+Reads the JSON lines of Mooncake, Bailian and ``Cache.record``, plain, gzip or zstd: an object a
+line with ``timestamp``, ``input_length``, ``output_length`` and ``hash_ids``, of which each names
+a block of tokens and all before it.
 """
 
 from __future__ import annotations
@@ -173,6 +173,9 @@ def _add(trace: Trace, line: bytes) -> None:
         raise ConfigError(f"timestamp: {time:g} lies before the request above; sort the file")
     tokens = int(_number(fields, "input_length", int))
     output = int(_number(fields, "output_length", int))
+    said = fields.get("block_tokens", trace.block_tokens)
+    if said != trace.block_tokens:
+        raise ConfigError(f"block_tokens: recorded with {said}; pass --block-size {said}")
     hashes = fields.get("hash_ids")
     if not isinstance(hashes, list) or len(hashes) > _MOST_BLOCKS:
         raise ConfigError(f"hash_ids: a list of at most {_MOST_BLOCKS} is needed")
