@@ -9,6 +9,7 @@ Files of a store; anything else in the directory is left alone and not counted::
 
     format                          names this layout and its version
     usage                           what the records take, and the lock of all writers
+    collection                      the lock of whoever collects there
     selftest-RANDOM                 for a moment, at opening
     KK/KEY-PART.kv                  a record: its header, then the payload; KK begins the key
     KK/KEY-PART.RANDOM.new          a record that is being written
@@ -33,9 +34,10 @@ from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
 from kvtier.seams import IoPool
 from kvtier.storage_backends.files_door import directory_of, prepare, refusal
 from kvtier.storage_backends.files_folder import GONE, Folder
+from kvtier.storage_backends.files_medium import FilesMedium
 from kvtier.storage_backends.files_usage import NAME, OVERHEAD, SHELVES, Usage, footprint
 from kvtier.storage_backends.slab import NO_ROOM
-from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
+from kvtier.tiers.store import Capabilities, Option, Read, Span, Status, Write
 
 __all__ = ["FilesStore"]
 
@@ -138,6 +140,10 @@ class FilesStore:
             found = self._pool.map(functools.partial(self._try, self._read), jobs)
         return [one if isinstance(one, Read) else Read(self._told(one)) for one in found]
 
+    def read_spans(self, spans: Sequence[Span]) -> list[Status]:
+        """See SpanStore. In parallel, straight into the buffers."""
+        return self._each(self._span, spans, self._pool.map)
+
     def write_many(self, records: Sequence[Write]) -> list[Status]:
         """See Store. One after the other, so that ancestors are there before what needs them."""
         return self._each(self._write, records, lambda call, items: list(map(call, items)))
@@ -169,6 +175,16 @@ class FilesStore:
             with self._folder.use():
                 found = self._pool.map(functools.partial(self._try, self._header), names)
             yield from (one for one in found if isinstance(one, Header))
+
+    def medium(self) -> FilesMedium:
+        """See Collectable."""
+
+        def headers(ids: Sequence[RecordId]) -> list[Header | Status]:
+            with self._folder.use():
+                found = self._pool.map(functools.partial(self._try, self._header), ids)
+            return [one if isinstance(one, Header) else self._told(one) for one in found]
+
+        return FilesMedium(self._folder, headers, self.read_spans, self.delete_many, _id_at)
 
     def close(self) -> None:
         """Let calls under way finish, and close the directory. Idempotent."""
@@ -207,6 +223,13 @@ class FilesStore:
         if size != HEADER_BYTES + header.stored_bytes:
             raise Corrupt("the file has not the length that its header says")
         return header
+
+    def _span(self, span: Span) -> Status:
+        with self._opened(span.id) as (descriptor, _):
+            length = sum(map(len, span.into))
+            if self._folder.read(descriptor, span.into, HEADER_BYTES + span.start) < length:
+                raise Corrupt("the file ends before the span does")
+        return Status.OK
 
     @contextlib.contextmanager
     def _opened(self, name: RecordId) -> Iterator[tuple[int, int]]:
@@ -340,6 +363,12 @@ def _cause_of(error: object) -> str:
 def _name_of(name: RecordId) -> str:
     text = name.hex()
     return f"{text[:2]}/{text[:_KEY_HEX]}-{text[_KEY_HEX:]}.kv"
+
+
+def _id_at(path: str) -> RecordId | None:
+    """Return the record that a file in a shelf is, None for one that is none of ours."""
+    shelf, _, name = path.partition("/")
+    return _id_of(name) if NAME.fullmatch(name) and name.startswith(shelf) else None
 
 
 def _id_of(name: str) -> RecordId:

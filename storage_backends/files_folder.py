@@ -92,10 +92,11 @@ class Folder:
         flags = _CHANGE | os.O_CREAT | (os.O_EXCL if new else 0)
         return os.open(name, flags, 0o600, dir_fd=self._root)
 
-    def read(self, descriptor: int, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers from the start of a file; return how many bytes it had for them."""
+    def read(self, descriptor: int, buffers: Sequence[memoryview], start: int = 0) -> int:
+        """Fill buffers with a file's bytes from `start` on; return how many it had for them."""
         return sum(
-            self._whole(os.preadv, descriptor, buffer, at) for buffer, at in _placed(buffers)
+            self._whole(os.preadv, descriptor, buffer, start + at)
+            for buffer, at in _placed(buffers)
         )
 
     def write(self, descriptor: int, buffers: Sequence[memoryview]) -> None:

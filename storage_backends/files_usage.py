@@ -18,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from kvtier.clock import Clock
@@ -25,7 +26,7 @@ from kvtier.errors import ConfigError, Unavailable
 from kvtier.identity.record import HEADER_BYTES, checksum
 from kvtier.storage_backends.files_folder import Folder
 
-__all__ = ["NAME", "OVERHEAD", "SHELVES", "Usage", "footprint"]
+__all__ = ["DRAFT", "NAME", "OVERHEAD", "SHELVES", "Usage", "footprint", "lock"]
 
 OVERHEAD: Final = 2 << 20
 """Bytes charged for the directories and the small files, whatever the records."""
@@ -34,7 +35,7 @@ SHELVES: Final = tuple(f"{number:02x}" for number in range(256))
 """The directories that records lie in, each in that of its key's first byte."""
 
 NAME: Final = re.compile(r"[0-9a-f]{64}-[0-9a-f]{20}\.kv")
-_DRAFT: Final = re.compile(r"[0-9a-f]{64}-[0-9a-f]{20}\.[0-9a-f]{16}\.new")
+DRAFT: Final = re.compile(r"[0-9a-f]{64}-[0-9a-f]{20}\.[0-9a-f]{16}\.new")
 
 _PAGE: Final = 4096
 _ENTRY_CHARGE: Final = 512  # a name takes 96 bytes of its directory, and a draft's name 120
@@ -84,7 +85,7 @@ class Usage:
             try:
                 yield
             finally:
-                self._lock_call(fcntl.F_UNLCK)
+                lock(self._descriptor, fcntl.F_UNLCK, self._folder.path)
         finally:
             self._guard.release()
 
@@ -134,7 +135,7 @@ class Usage:
         late = os.fstat(self._descriptor).st_mtime - _DRAFT_SECONDS
         for shelf in SHELVES:
             for name, size, changed in self._folder.listed(shelf):
-                draft = bool(_DRAFT.fullmatch(name))
+                draft = bool(DRAFT.fullmatch(name))
                 if draft and changed < late:
                     with contextlib.suppress(OSError):
                         self._folder.unlink(f"{shelf}/{name}")
@@ -147,7 +148,7 @@ class Usage:
 
     def _lock(self, late: float) -> None:
         pause, longest = _POLL_SECONDS
-        while not self._lock_call(fcntl.F_WRLCK):
+        while not lock(self._descriptor, fcntl.F_WRLCK, self._folder.path):
             if time.monotonic() > late:
                 raise Unavailable(
                     f"{self._folder.path}: another writer holds its lock for "
@@ -156,26 +157,23 @@ class Usage:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
-    def _lock_call(self, kind: int) -> bool:
-        """Take or let go of the lock; False while another has it.
 
-        It belongs to the open file, not to the process, so that two stores of one process keep
-        each other out as well.
-        """
-        try:
-            fcntl.fcntl(
-                self._descriptor,
-                fcntl.F_OFD_SETLK,
-                _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0),
-            )
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            if error.errno in _NO_LOCKS:
-                raise ConfigError(
-                    f"{self._folder.path}: its filesystem has no locks that all hosts keep "
-                    f"({os.strerror(error.errno)}); mount it with them (NFS 4, or Lustre with "
-                    f"-o flock)"
-                ) from error
-            raise
-        return True
+def lock(descriptor: int, kind: int, path: Path) -> bool:
+    """Take (F_WRLCK) or let go of (F_UNLCK) the lock of an open file; False while another has it.
+
+    It belongs to the open file, not to the process, so that two stores of one process keep each
+    other out as well. Raises ConfigError where there are no locks.
+    """
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        if error.errno in _NO_LOCKS:
+            raise ConfigError(
+                f"{path}: its filesystem has no locks that all hosts keep "
+                f"({os.strerror(error.errno)}); mount it with them (NFS 4, or Lustre with "
+                f"-o flock)"
+            ) from error
+        raise
+    return True

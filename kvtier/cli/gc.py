@@ -48,7 +48,7 @@ def gc(url: str, max_age: str | None, orphans_after: str, dry_run: bool, as_json
 
     tier = parse_tier(url)
     age = None if max_age is None else parse_seconds(max_age)
-    kept = Kept(tier.capacity, age, parse_seconds(orphans_after))
+    orphan_age = parse_seconds(orphans_after)
     kind = load_store(store_types()[tier.scheme]) if tier.scheme != "dram" else None
     if kind is None or not hasattr(kind, "medium"):
         raise ConfigError(f"a tier of {tier.scheme} is not shared: its owner keeps its capacity")
@@ -62,6 +62,10 @@ def gc(url: str, max_age: str | None, orphans_after: str, dry_run: bool, as_json
                 "the bucket keeps what is deleted as old versions, so that deleting would free "
                 "nothing; give it a lifecycle rule with NoncurrentVersionExpiration"
             )
+        room = tier.capacity
+        if room is not None:  # for records: what the Store takes for itself is in no list
+            room = max(0, room - store.capabilities.overhead)
+        kept = Kept(room, age, orphan_age)
         with progress() as tell:
             found = collect(medium, kept, tell, dry_run=dry_run)
     except Unavailable as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import stat
@@ -12,14 +13,15 @@ from pathlib import Path
 import pytest
 
 import kvtier
+from kvtier.cli.main import run
 from kvtier.errors import Unavailable
 from kvtier.storage_backends import files_usage
 from kvtier.storage_backends.files import FilesStore
 from kvtier.storage_backends.files_folder import Folder
-from kvtier.storage_backends.files_usage import OVERHEAD, Usage, footprint
+from kvtier.storage_backends.files_usage import OVERHEAD, footprint
 from kvtier.testing.records import fetch, is_exact, make_record
 from kvtier.testing.toy import Toy, dram, opened, prompt
-from kvtier.tiers.store import Read, Status
+from kvtier.tiers.store import Read, Span, Status
 
 SIZE = 10_000
 MIB = 1 << 20
@@ -169,7 +171,7 @@ def test_two_writers_never_take_the_same_room(at, monkeypatch):
 
 
 def test_without_the_lock_they_would(at, monkeypatch):
-    monkeypatch.setattr(Usage, "_lock_call", lambda *_: True)
+    monkeypatch.setattr(files_usage, "lock", lambda *_: True)
     assert race(at, monkeypatch) == ([[Status.OK], [Status.OK]], 2)
 
 
@@ -264,6 +266,60 @@ def test_a_closed_store_says_so(at):
     store.close()
     with pytest.raises(Unavailable, match="closed"):
         store.contains_many([make_record(1, SIZE).header.id])
+
+
+# ---------------------------------------------------------------------------- spans, collection
+
+
+def test_pieces_of_a_record_are_read_and_what_is_shorter_is_corrupt(at):
+    store, record = at(), make_record(1, SIZE)
+    store.write_many([record])
+    first, second = (memoryview(bytearray(count)) for count in (100, 200))
+    short = memoryview(bytearray(2))
+    spans = [
+        Span(record.header.id, 500, [first, second]),
+        Span(record.header.id, SIZE - 1, [short]),
+        Span(make_record(2, 1).header.id, 0, [short]),
+    ]
+    assert store.read_spans(spans) == [Status.OK, Status.CORRUPT, Status.ABSENT]
+    assert bytes(first) + bytes(second) == record.data[500:800]
+
+
+def test_a_medium_lists_claims_races_and_removes(at, tmp_path):
+    store, other = at(), at()
+    records = [make_record(number, SIZE) for number in range(3)]
+    store.write_many(records)
+    (tmp_path / "kv" / path_of(tmp_path / "kv", records[0]).parent / "x.kv").write_text("x")
+    medium, rival = store.medium(), other.medium()
+    names = {one.id for one in medium.listed()}
+    assert names == {one.header.id for one in records} | {None}
+    assert [medium.claim(1), medium.claim(1), rival.claim(1)] == [True, True, False]
+    medium.release()
+    assert rival.claim(1)
+    assert medium.race(8) == 1
+    assert medium.remove([records[0].header.id, make_record(9, 1).header.id]) == [True, True]
+    assert store.contains_many([records[0].header.id]) == [Status.ABSENT]
+    assert not list((tmp_path / "kv").glob("collection-*"))
+
+
+def test_a_full_directory_is_collected_and_takes_more(tmp_path, capsys):
+    url = f"files:{tmp_path}/kv?capacity={OVERHEAD + 200_000}B"
+    toy = opened(dram(64), f"{url}&admission=through")
+    tokens = [prompt(400, seed) for seed in range(4)]
+    for seed in range(4):
+        toy.save(f"save {seed}", tokens[seed])
+    toy.close()
+    assert run(["gc", f"files:{tmp_path}/kv?capacity={OVERHEAD + 60_000}B", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["removed"]["capacity"] > 0
+    assert found["strangers"] == found["unreadable"] == 0
+    toy = opened(dram(64), f"{url}&admission=through")
+    loaded = [toy.load(f"load {seed}", tokens[seed]) for seed in range(4)]
+    assert all(exact for _, _, exact in loaded)
+    toy.save("more", prompt(400, 9))
+    toy.cache.clear("dram")
+    assert toy.load("again", prompt(400, 9))[::2] == (384, True)
+    toy.close()
 
 
 # ------------------------------------------------------------------------------------- as a tier
