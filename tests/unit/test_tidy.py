@@ -29,7 +29,7 @@ FLOORS = [
     "catalog",
     "copyplan copier transfer retention prefix flow config opening desk plans depot local adviser",
     "daemon",
-    "upkeep cache __init__",
+    "recorder upkeep cache __init__",
     "connectors",
     "engine planning bench testing cli __main__",
 ]
