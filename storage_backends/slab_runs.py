@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from kvtier.errors import Corrupt
-from kvtier.identity.record import Header, RecordId
+from kvtier.identity.record import Header, RecordId, name_in
 from kvtier.storage_backends.slab import Segment, stride_for
 from kvtier.storage_backends.slab_index import Entry
 from kvtier.storage_backends.slab_ledger import Ledger
@@ -54,7 +54,7 @@ def readable(name: RecordId, segment: Segment, entry: Entry, into: memoryview) -
         header = Header.unpack(entry.head)
     except Corrupt:
         return Status.CORRUPT
-    if header.id != name or stride_for(header) != segment.stride:
+    if name_in(entry.head) != name or stride_for(header) != segment.stride:
         return Status.CORRUPT
     return header if len(into) >= header.stored_bytes else Status.FAILED
 
@@ -96,5 +96,5 @@ def headers(names: Sequence[RecordId], found: Sequence[Entry | None]) -> Iterato
             header = Header.unpack(entry.head)
         except Corrupt:
             continue
-        if header.id == name:
+        if name_in(entry.head) == name:
             yield header

@@ -26,6 +26,7 @@ Layout, little-endian, 256 bytes::
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 import msgspec
@@ -43,6 +44,7 @@ __all__ = [
     "Part",
     "RecordId",
     "checksum",
+    "name_in",
     "record_id",
     "split_record_id",
 ]
@@ -57,6 +59,8 @@ _BODY: Final = struct.Struct("<8sHHI32s32s32s10s10sIQQ16s16s56s")
 _PART: Final = struct.Struct("<HHHHH")
 _NO_PARENT: Final = bytes(KEY_BYTES)
 _NO_PART: Final = bytes(_PART.size)
+_KEY: Final = slice(48, 80)
+_SUFFIX: Final = slice(112, 122)
 _VERSION: Final = struct.Struct("<8xH")
 _SUM_AT: Final = HEADER_BYTES - 16
 _MAX_DEPTH: Final = 1 << 31
@@ -90,6 +94,18 @@ def split_record_id(name: RecordId) -> tuple[bytes, Part]:
     if len(name) != RECORD_ID_BYTES:
         raise Corrupt(f"a record id has {RECORD_ID_BYTES} bytes, this one {len(name)}")
     return name[:KEY_BYTES], Part(*_PART.unpack(name[KEY_BYTES:]))
+
+
+@lru_cache(maxsize=4096)
+def _possible_part(suffix: bytes) -> Part | None:
+    """Return a part from its ten bytes, None if there can be none; records have few different."""
+    part = Part(*_PART.unpack(suffix))
+    return part if part.shard < part.shards and part.stage < part.stages else None
+
+
+def name_in(head: bytes) -> RecordId:
+    """Return the name that a packed header gives its record, without looking at the rest."""
+    return head[_KEY] + head[_SUFFIX]
 
 
 def checksum(data: bytes | memoryview) -> bytes:
@@ -144,7 +160,11 @@ class Header(msgspec.Struct, frozen=True):
 
         Raises Corrupt for anything that is not a whole header of a known version.
         """
-        head = bytes(data[:HEADER_BYTES])
+        head = (
+            data
+            if len(data) == HEADER_BYTES and type(data) is bytes
+            else bytes(data[:HEADER_BYTES])
+        )
         if len(head) < HEADER_BYTES or head[:8] != _MAGIC:
             raise Corrupt("not a kvtier record")
         (version,) = _VERSION.unpack_from(head)
@@ -153,14 +173,13 @@ class Header(msgspec.Struct, frozen=True):
             raise Corrupt(f"a record header fails its checksum{other}")
         if version != RECORD_VERSION:
             raise Corrupt(f"record version {version}; this kvtier reads {RECORD_VERSION}")
-        fields = _BODY.unpack(head[:_SUM_AT])
+        fields = _BODY.unpack_from(head)
         _, _, codec, depth, namespace, key, above, suffix, above_suffix, *rest = fields
         _, raw_bytes, stored_bytes, raw_sum, stored_sum, _ = rest
-        part = Part(*_PART.unpack(suffix))
+        part = _possible_part(suffix)
         parent = None if above == _NO_PARENT else above + above_suffix
         # Anybody can compute a checksum: a shared tier's headers must be possible, too.
-        possible = part.shard < part.shards and part.stage < part.stages and depth < _MAX_DEPTH
-        if not possible or max(raw_bytes, stored_bytes) > _MAX_BYTES:
+        if part is None or depth >= _MAX_DEPTH or max(raw_bytes, stored_bytes) > _MAX_BYTES:
             raise Corrupt("a record header names an impossible part, depth or size")
         return cls(
             namespace=namespace,
