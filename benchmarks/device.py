@@ -1,6 +1,6 @@
 """How fast a device copies between an engine's blocks and slots, beside plain copies.
 
-    python benchmarks/device.py [--device cpu] [--json FILE]
+    python benchmarks/device.py [--device cpu|cuda] [--json FILE]
 
 gather, scatter: parts of 16 blocks in any order, 32 MiB of them in one call, from that until its
 fence is done, and by CPU time, which others on this machine disturb less, beside ``np.copyto`` of
@@ -8,7 +8,7 @@ as many bytes part by part; interleaved, in memory that no cache holds. A block 
 as 16 tokens of Llama-3-8B have; smaller ones are shown beside it. Scattered blocks of 2 KiB a
 plane wait for memory more than for the copy: a loop of memcpy in C is not faster there.
 submit: how long the call itself takes for a part of 2 MiB, of 64 planes; checked: the same in the
-race checker. There is no CUDA device yet, so a GPU is not run.
+race checker. With --device cuda it is the GPU that is measured, by ``device_gpu.py``.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -26,6 +27,7 @@ import numpy as np
 from kvtier.device.base import Copy, Device
 from kvtier.device.cpu import CpuDevice
 from kvtier.device.race import Checked
+from kvtier.errors import ConfigError
 
 PLANES, BLOCKS = 64, 16
 PLANE_BYTES = {"32KiB": 32 << 10, "8KiB": 8 << 10, "2KiB": 2 << 10}  # of a block; the first counts
@@ -96,12 +98,32 @@ def submit(device: Device) -> dict[str, float]:
     return spread(times[1:])
 
 
-def main() -> None:
+def on_gpu(path: Path | None) -> int:
+    """Measure the GPU and save after each step; 1 where there is none."""
+    sys.path.insert(0, str(Path(__file__).parent))
+    from device_gpu import measure
+
+    def save(found: object) -> None:
+        if path:
+            path.write_text(json.dumps({"gpu": found}, indent=1) + "\n")
+
+    try:
+        measure(save)
+    except ConfigError as error:
+        print(f"gpu: not run: {error}")
+        save("not run")
+        return 1
+    return 0
+
+
+def main() -> int:
     """Measure, interleaved, and print."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--device", choices=["cpu"], default="cpu")
+    arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments.add_argument("--json", type=Path)
     options = arguments.parse_args()
+    if options.device == "cuda":
+        return on_gpu(options.json)
     with closing(CpuDevice()) as device:
         told, checked = submit(device), submit(Checked(device))
         ratios = {
@@ -131,7 +153,8 @@ def main() -> None:
     print("gpu: not run")
     if options.json:
         options.json.write_text(json.dumps({"cpu": cpu, "gpu": "not run"}, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

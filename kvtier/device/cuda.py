@@ -123,7 +123,7 @@ class _Turn:
 
 
 class CudaDevice:
-    """Copies on two streams of one GPU. See Device.
+    """Copies on two streams of one GPU, which `driver` drives. See Device.
 
     table: chooses the way that a copy goes. way: all go this one, where it is set. in_flight:
     operations of a stream at a time; beyond it a call waits for the oldest. Calls come from one
@@ -144,7 +144,7 @@ class CudaDevice:
                 "this driver has no batched copies: they need CUDA 12.8, a driver of 570 or later"
             )
         self.name = f"cuda: {driver.name}"
-        self._driver = driver
+        self.driver = driver
         self._table = table
         self.way = way
         self._staging_bytes = staging_bytes
@@ -163,7 +163,7 @@ class CudaDevice:
 
     def pages(self, tensor: Any, planes: int, block_bytes: int) -> NDArray[np.uint8]:
         """See Device. The array says where the bytes are; the host must not look inside."""
-        return byte_pages(self._driver.own(tensor), planes, block_bytes)
+        return byte_pages(self.driver.own(tensor), planes, block_bytes)
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
         """See Device."""
@@ -173,14 +173,14 @@ class CudaDevice:
         for old, extent in list(self._pinned.items()):
             if old < address + size and address < old + extent:
                 self._drain(_CLOSE_SECONDS)  # that memory is gone, or is this one by another size
-                self._driver.unpin(old)
+                self.driver.unpin(old)
                 del self._pinned[old]
-        self._driver.pin(address, size)
+        self.driver.pin(address, size)
         self._pinned[address] = size
 
     def host_fence(self) -> CudaFence:
         """See Device. A fence of the stream that the calling thread computes on."""
-        return CudaFence(self._driver.caller())
+        return CudaFence(self.driver.caller())
 
     def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
         """See Device. Raises MisuseError for what does not match, and enqueues nothing then."""
@@ -214,8 +214,8 @@ class CudaDevice:
             _log.warning("%s still copies at close; its memory stays pinned", self.name)
             return
         while self._pinned:
-            self._driver.unpin(self._pinned.popitem()[0])
-        self._driver.close()
+            self.driver.unpin(self._pinned.popitem()[0])
+        self.driver.close()
 
     def _drain(self, timeout: float) -> bool:
         until = monotonic() + timeout
@@ -250,7 +250,7 @@ class CudaDevice:
         """Enqueue runs, on the way that is best for them."""
         if not len(runs):
             return
-        driver, total = self._driver, runs.total
+        driver, total = self.driver, runs.total
         choice = self.way or self._table.choose(role, total, len(runs), batches=driver.batches)
         if choice.way == "batch":
             with stream.turn() as turn:
@@ -265,8 +265,8 @@ class CudaDevice:
     def _launch(self, stream: CudaStream, runs: Runs, grid: int, *, into_slot: bool) -> None:
         with stream.turn() as turn:
             table = runs.table(into_slot=into_slot)
-            there = turn.upload(self._driver, stream.handle, table)
-            self._driver.launch(stream.handle, there, len(runs), min(grid, len(runs)))
+            there = turn.upload(self.driver, stream.handle, table)
+            self.driver.launch(stream.handle, there, len(runs), min(grid, len(runs)))
 
     def _stage(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
         """Copy through the GPU's own memory: the kernel there, the copy engine over the link.
@@ -278,11 +278,11 @@ class CudaDevice:
         link = joined(Runs(staged, runs.slots, runs.nbytes)).table(into_slot=into_slot)
         inside = Runs(runs.pages, staged, runs.nbytes)
         if into_slot:
-            self._launch(stream, inside, self._driver.processors, into_slot=True)
+            self._launch(stream, inside, self.driver.processors, into_slot=True)
         for to, of, nbytes in link.T.tolist():
-            self._driver.copy(stream.handle, to, of, nbytes)
+            self.driver.copy(stream.handle, to, of, nbytes)
         if not into_slot:
-            self._launch(stream, inside, self._driver.processors, into_slot=False)
+            self._launch(stream, inside, self.driver.processors, into_slot=False)
 
 
 def _ended(event: Event) -> bool:

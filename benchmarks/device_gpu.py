@@ -1,0 +1,402 @@
+"""What ``benchmarks/device.py --device cuda`` measures on a GPU. It has not run on one yet.
+
+Steps, in their order, each of which is saved before the next begins; those that do not fit into
+four minutes are named as left out:
+
+link       1 GiB each way, pinned and pageable, and both ways at once
+right      bytes of each way of copying, there and back, beside ``torch.index_select``
+copies     each way and direction for the chunks of three models: GB/s, the share of the link,
+           microseconds of the caller's time for a chunk, and for a run of bytes
+near       batched copies of runs about 28 KiB, where an H100 falls
+overlap    80 products of 8192 x 8192 matrices in bf16, alone and beside copies of each way
+layers     when the first of 32 groups of layers has landed, of a load's time
+ttft       a prompt recomputed, loaded whole, and loaded layer by layer under 32 random layers
+order      what stores and loads must wait for, with the GPU made to sleep; and without waiting
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+
+from kvtier.device.base import Copy
+from kvtier.device.cuda import CudaDevice
+from kvtier.device.descriptors import describe, joined
+from kvtier.device.paths import Choice
+from kvtier.device.torch_driver import TorchDriver, cuda_device
+
+BUDGET = 220.0  # seconds, after which no step begins
+GIB = 1 << 30
+TOTAL = 512 << 20  # bytes of one copy
+# Planes, bytes of a block in each, blocks of a chunk of 256 tokens.
+GEOMETRIES = {
+    "llama-8b, blocks of 16": (64, 32 << 10, 16),
+    "llama-8b, blocks of 64": (64, 128 << 10, 4),
+    "llama-8b, blocks of 256": (64, 512 << 10, 1),
+    "llama-70b tp4, blocks of 16": (160, 8 << 10, 16),
+    "mla, blocks of 16": (61, 18 << 10, 16),
+    "mla, blocks of 64": (61, 72 << 10, 4),
+}
+GRIDS = (2, 4, 8, 16, 32, 132)
+LIMITS = {"llama": 0.9, "mla": 0.8}
+TURNS = 3
+SLEEP = 200_000_000  # cycles
+SECONDS = 60.0
+
+
+class Bench:
+    """A GPU, pinned memory, and what is measured with them."""
+
+    def __init__(self, device: CudaDevice, driver: TorchDriver) -> None:
+        import torch
+
+        self.torch, self.device, self.driver = torch, device, driver
+        self.arena = np.frombuffer(mmap.mmap(-1, 2 * GIB), np.uint8)
+        device.pin(self.arena)
+        self.link = {"load": 0.0, "store": 0.0}
+
+    def choices(self) -> Iterator[Choice]:
+        """Yield all ways of copying."""
+        if self.driver.batches:
+            yield Choice("batch")
+        yield Choice("staged")
+        yield from (Choice("direct", grid) for grid in GRIDS)
+
+    def timed(self, stream: Any, work: Callable[[], object], turns: int = TURNS) -> list[float]:
+        """Return the milliseconds that some turns took on a stream, the first one left out."""
+        cuda, found = self.torch.cuda, []
+        for _ in range(turns + 1):
+            begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
+            cuda.synchronize()
+            begin.record(stream)
+            work()
+            end.record(stream)
+            end.synchronize()
+            found.append(begin.elapsed_time(end))
+        return found[1:]
+
+    def cache(self, planes: int, block: int, blocks: int) -> Any:
+        """Return a KV tensor of random bytes, [planes, blocks, bytes]."""
+        shape = (planes, blocks, block)
+        return self.torch.randint(0, 255, shape, dtype=self.torch.uint8, device="cuda")
+
+    def copies(self, kv: Any, chunk: int, total: int = TOTAL) -> list[Copy]:
+        """Return copies of whole chunks of scattered blocks; slots lie one after another."""
+        planes, blocks, block = kv.shape
+        pages, size = self.device.pages(kv, planes, block), planes * chunk * block
+        order = np.random.default_rng(0).permutation(blocks)
+        count = min(total // size, blocks // chunk)
+        places = [at % (self.arena.size // size) * size for at in range(count)]
+        slots = [self.arena[at : at + size].reshape(planes, chunk, block) for at in places]
+        ids = (order[at * chunk : (at + 1) * chunk].tolist() for at in range(count))
+        return [Copy(pages, some, slot) for some, slot in zip(ids, slots, strict=True)]
+
+    def run(self, role: str, copies: list[Copy], groups: int = 1) -> list[Any]:
+        """Enqueue a load or a store, after what this thread has computed; return its fences."""
+        after = [self.device.host_fence()]
+        if role == "store":
+            return [self.device.gather(self.device.stream("store"), copies, after)]
+        return self.device.scatter(self.device.stream("load"), copies, after, groups)
+
+    # ------------------------------------------------------------------------------ the steps
+
+    def step_link(self) -> dict[str, float]:
+        """Measure single large copies."""
+        torch = self.torch
+        here = torch.from_numpy(self.arena)
+        there, more = (torch.zeros(GIB, dtype=torch.uint8, device="cuda") for _ in range(2))
+        paged = torch.zeros(GIB, dtype=torch.uint8)
+        stream, other = (self.device.stream(role).handle for role in ("load", "store"))
+
+        def one(to: Any, of: Any) -> float:
+            with torch.cuda.stream(stream):
+                took = self.timed(stream, lambda: to.copy_(of, non_blocking=True))
+            return GIB / statistics.median(took) / 1e6
+
+        def both() -> None:
+            other.wait_stream(stream)
+            with torch.cuda.stream(stream):
+                there.copy_(here[:GIB], non_blocking=True)
+            with torch.cuda.stream(other):
+                here[GIB:].copy_(more, non_blocking=True)
+            stream.wait_stream(other)
+
+        self.link = {"load": one(there, here[:GIB]), "store": one(here[:GIB], there)}
+        return {
+            **{f"{role} pinned": speed for role, speed in self.link.items()},
+            "load pageable": one(there, paged),
+            "store pageable": one(paged, there),
+            "both at once": 2 * GIB / statistics.median(self.timed(stream, both)) / 1e6,
+        }
+
+    def step_right(self) -> dict[str, bool]:
+        """Compare bytes, there and back."""
+        torch, found = self.torch, {}
+        for name, (planes, block, chunk) in GEOMETRIES.items():
+            kv = self.cache(planes, block, 4 * chunk)
+            copies = self.copies(kv, chunk, 2 * planes * block * chunk)
+            ids = [torch.tensor(copy.blocks, device="cuda") for copy in copies]
+            want = [kv.index_select(1, some) for some in ids]
+            for choice in self.choices():
+                self.device.way = choice
+                self.arena[: 2 * copies[0].slot.nbytes] = 0
+                (stored,) = self.run("store", copies)
+                right = stored.wait(SECONDS) and all(
+                    np.array_equal(copy.slot, wanted.cpu().numpy())
+                    for copy, wanted in zip(copies, want, strict=True)
+                )
+                fresh = torch.zeros_like(kv)
+                pages = self.device.pages(fresh, planes, block)
+                back = [Copy(pages, copy.blocks, copy.slot) for copy in copies]
+                *_, landed = self.run("load", back, 4)
+                right = right and landed.wait(SECONDS)
+                for some, wanted in zip(ids, want, strict=True):
+                    right = right and torch.equal(fresh.index_select(1, some), wanted)
+                named = fresh.index_select(1, torch.cat(ids)).sum(dtype=torch.int64)
+                right = right and torch.equal(fresh.sum(dtype=torch.int64), named)
+                found[f"{name}, {title(choice)}"] = bool(right)
+        return found
+
+    def step_copies(self) -> dict[str, Any]:
+        """Measure all ways for all geometries."""
+        found: dict[str, Any] = {}
+        for name, (planes, block, chunk) in GEOMETRIES.items():
+            kv = self.cache(planes, block, 2 * TOTAL // (planes * block))
+            copies = self.copies(kv, chunk)
+            moved, runs = sum(copy.slot.nbytes for copy in copies), len(joined(describe(copies)))
+            for role in ("load", "store"):
+                for choice in self.choices():
+                    self.device.way = choice
+                    spent: list[float] = []
+
+                    took = self.timed(
+                        self.device.stream(role).handle,
+                        lambda role=role, copies=copies, spent=spent: spent.append(
+                            microseconds(lambda: self.run(role, copies))
+                        ),
+                    )
+                    speeds = sorted(moved / one / 1e6 for one in took)
+                    least = min(spent[1:])
+                    found[f"{name}, {role}, {title(choice)}"] = {
+                        "gb_per_s": statistics.median(speeds),
+                        "min": speeds[0],
+                        "max": speeds[-1],
+                        "of_link": statistics.median(speeds) / self.link[role],
+                        "submit_us_per_chunk": least / len(copies),
+                        "submit_us_per_run": least / runs,
+                    }
+        best: dict[str, float] = {}
+        for key, one in found.items():
+            kind = key.rpartition(", ")[0]
+            best[kind] = max(best.get(kind, 0.0), one["of_link"])
+        return {"best_of_link": best, "limits": LIMITS, "all": found}
+
+    def step_near(self) -> dict[str, float]:
+        """Measure batched copies of runs about 28 KiB, few and many, scattered and in order."""
+        found: dict[str, float] = {}
+        if not self.driver.batches:
+            return found
+        self.device.way = Choice("batch")
+        for block in (16 << 10, 24 << 10, 28 << 10, 32 << 10):
+            for count in (64, 2048, 16384):
+                kv = self.cache(1, block, 2 * count)
+                (copy,) = self.copies(kv, count, count * block)
+                stream = self.device.stream("load").handle
+                took = self.timed(stream, lambda copy=copy: self.run("load", [copy]))
+                speed = copy.slot.nbytes / statistics.median(took) / 1e6
+                found[f"{count} runs of {block >> 10} KiB"] = speed
+        kv = self.cache(1, 8 << 10, 1 << 15)
+        pages = self.device.pages(kv, 1, 8 << 10)
+        slot = self.arena[: 1 << 27].reshape(1, 1 << 14, 8 << 10)
+        ids = [at // 16 * 32 + at % 16 for at in range(1 << 14)]
+        took = self.timed(stream, lambda: self.run("load", [Copy(pages, ids, slot)]))
+        found["8 KiB, 16 in a row joined"] = slot.nbytes / statistics.median(took) / 1e6
+        return found
+
+    def step_overlap(self) -> dict[str, Any]:
+        """Measure matrix products beside copies."""
+        torch = self.torch
+        kv = self.cache(64, 32 << 10, 2 * TOTAL // (64 * (32 << 10)))
+        copies = self.copies(kv, 16)
+        moved = sum(copy.slot.nbytes for copy in copies)
+        one = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        out, compute = torch.empty_like(one), torch.cuda.current_stream()
+
+        def products() -> None:
+            for _ in range(80):
+                torch.mm(one, one, out=out)
+
+        alone = statistics.median(self.timed(compute, products))
+        found: dict[str, Any] = {"alone_ms": alone}
+        for role in ("load", "store"):
+            stream = self.device.stream(role)
+            for choice in self.choices():
+                self.device.way = choice
+                times = max(1, int(alone * self.link[role] * 1e6 * 0.8 / moved))
+
+                def both(role: str = role, stream: Any = stream, times: int = times) -> None:
+                    began = self.device.host_fence()
+                    products()  # first: what the copies cost the host must not count here
+                    stream.wait(began)
+                    for _ in range(times):
+                        if role == "store":
+                            self.device.gather(stream, copies, ())
+                        else:
+                            self.device.scatter(stream, copies, ())
+
+                beside = statistics.median(self.timed(compute, both))
+                torch.cuda.synchronize()
+                slower = (beside / alone - 1) * 100
+                found[f"{role}, {title(choice)}"] = {"slower_percent": slower, "copies": times}
+        return found
+
+    def step_layers(self) -> dict[str, float]:
+        """Measure when the first of 32 groups has landed, as a share of the load's time."""
+        cuda, found = self.torch.cuda, {}
+        kv = self.cache(64, 32 << 10, 2 * TOTAL // (64 * (32 << 10)))
+        copies = self.copies(kv, 16)
+        stream = self.device.stream("load")
+        for choice in self.choices():
+            self.device.way, shares = choice, []
+            for _ in range(TURNS + 1):
+                begin, first, last = (cuda.Event(enable_timing=True) for _ in range(3))
+                watch = cuda.Stream()
+                cuda.synchronize()
+                begin.record(stream.handle)
+                fences = self.run("load", copies, 32)
+                watch.wait_event(fences[0].event.event)
+                first.record(watch)
+                last.record(stream.handle)
+                last.synchronize()
+                first.synchronize()
+                shares.append(begin.elapsed_time(first) / begin.elapsed_time(last))
+            found[title(choice)] = statistics.median(shares[1:])
+        return found
+
+    def step_ttft(self) -> dict[str, Any]:
+        """Measure a prompt recomputed, loaded whole, and loaded layer by layer."""
+        layer, found = Layer(self.torch), {}
+        compute, self.device.way = self.torch.cuda.current_stream(), None
+        fresh = layer.prompt(128)  # what a prompt has beyond its prefix
+        for tokens in (1024, 4096, 16384, 32768):
+            prompt = layer.prompt(tokens)
+            recompute = 32 * statistics.median(self.timed(compute, lambda p=prompt: layer(p)))
+            kv = self.cache(64, 32 << 10, tokens // 16)
+            copies = self.copies(kv, 16, tokens << 17)
+
+            def load(groups: int, copies: list[Copy] = copies) -> None:
+                fences = self.run("load", copies, groups)
+                for number in range(32):
+                    fence = fences[number * groups // 32]
+                    compute.wait_event(fence.event.event)
+                    layer(fresh)
+
+            whole, layered = (
+                statistics.median(self.timed(compute, lambda n=groups: load(n)))
+                for groups in (1, 32)
+            )
+            found[str(tokens)] = {
+                "recompute_ms": recompute,
+                "load_whole_ms": whole,
+                "load_by_layer_ms": layered,
+            }
+        wins = [int(n) for n, one in found.items() if one["load_by_layer_ms"] < one["recompute_ms"]]
+        return {"tokens": found, "break_even_at_most": min(wins, default=None)}
+
+    def step_order(self) -> dict[str, dict[str, bool]]:
+        """Let the GPU sleep before it writes; say whether bytes were right, waiting and not."""
+        torch, found = self.torch, {}
+        kv = torch.zeros(4, 8, 1 << 16, dtype=torch.uint8, device="cuda")
+        pages = self.device.pages(kv, 4, 1 << 16)
+        slot = self.arena[: 4 * 2 << 16].reshape(4, 2, 1 << 16)
+        for choice in self.choices():
+            self.device.way, right = choice, {}
+            for waits in (True, False):
+                kv.zero_()
+                slot[:] = 5
+                torch.cuda.synchronize()
+                torch.cuda._sleep(SLEEP)  # noqa: SLF001  (there is no public one)
+                kv.fill_(7)
+                after = [self.device.host_fence()] if waits else []
+                copy = Copy(pages, [1, 5], slot)
+                self.device.gather(self.device.stream("store"), [copy], after).wait(SECONDS)
+                torch.cuda.synchronize()
+                right[f"store after compute, {'waiting' if waits else 'not waiting'}"] = bool(
+                    (slot == 7).all()
+                )
+                slot[:] = 9
+                torch.cuda._sleep(SLEEP)  # noqa: SLF001  (there is no public one)
+                seen = kv[:, [1, 5]].clone()
+                after = [self.device.host_fence()] if waits else []
+                *_, landed = self.device.scatter(self.device.stream("load"), [copy], after)
+                landed.wait(SECONDS)
+                torch.cuda.synchronize()
+                right[f"load after its reader, {'waiting' if waits else 'not waiting'}"] = bool(
+                    (seen == 7).all()
+                )
+            found[title(choice)] = right
+        return found
+
+
+class Layer:
+    """One layer of Llama-3-8B's sizes, with random weights."""
+
+    def __init__(self, torch: Any) -> None:
+        self.torch = torch
+        shapes = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
+        self.weights = [self.draw(*shape) * 0.01 for shape in shapes]
+
+    def draw(self, *shape: int) -> Any:
+        """Return random numbers in bf16."""
+        return self.torch.randn(shape, dtype=self.torch.bfloat16, device="cuda")
+
+    def prompt(self, tokens: int) -> Any:
+        """Return hidden states."""
+        return self.draw(tokens, 4096)
+
+    def __call__(self, hidden: Any) -> Any:
+        functional = self.torch.nn.functional
+        into, out, up, down = self.weights
+        projected = (hidden @ into).view(1, len(hidden), 48, 128).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(
+            *(projected[:, :32], projected[:, 32:40], projected[:, 40:]),
+            is_causal=True,
+            enable_gqa=True,
+        )
+        hidden = mixed.transpose(1, 2).reshape(len(hidden), 4096) @ out
+        gate, wide = (hidden @ up).chunk(2, -1)
+        return (functional.silu(gate) * wide) @ down
+
+
+def microseconds(work: Callable[[], object]) -> float:
+    """Return how long a call takes its caller."""
+    begin = time.perf_counter()
+    work()
+    return (time.perf_counter() - begin) * 1e6
+
+
+def title(choice: Choice) -> str:
+    """Name a way."""
+    return f"direct {choice.grid}" if choice.way == "direct" else choice.way
+
+
+def measure(save: Callable[[dict[str, Any]], None]) -> None:
+    """Run all steps; call `save` with what is known after each. Raises ConfigError, with no GPU."""
+    begin, found = time.perf_counter(), {}
+    with closing(cuda_device()) as device:
+        bench = Bench(device, device.driver)
+        found["device"] = {"name": device.name, "torch": bench.torch.__version__}
+        steps = [name for name in vars(Bench) if name.startswith("step_")]
+        for step in steps:
+            late = time.perf_counter() - begin > BUDGET
+            name = step.removeprefix("step_")
+            found[name] = "left out: no time" if late else getattr(bench, step)()
+            found["seconds"] = time.perf_counter() - begin
+            save(found)
+            print(f"{found['seconds']:6.1f} s  {name}: {found[name]}", flush=True)
