@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -109,3 +115,62 @@ def scripted():
     yield one
     for each in made:
         each.close()
+
+
+class TlsDoor:
+    """Speaks TLS with a certificate that it signed itself, and passes on what is said."""
+
+    def __init__(self, folder: Path, target: int) -> None:
+        self.certificate = folder / "certificate.pem"
+        key = folder / "key.pem"
+        command = (
+            f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {self.certificate} "
+            "-days 2 -subj /CN=kvtier -addext subjectAltName=IP:127.0.0.1"
+        )
+        subprocess.run(command.split(), check=True, capture_output=True)
+        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        self.context.load_cert_chain(self.certificate, key)
+        self.target = target
+        self.loop = asyncio.new_event_loop()
+        self.started = threading.Event()
+        self.stop = asyncio.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+        self.started.wait(10)
+
+    def run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self.loop) as runner:
+            runner.run(self.serve())
+
+    async def serve(self) -> None:
+        server = await asyncio.start_server(self.client, "127.0.0.1", 0, ssl=self.context)
+        self.location = f"//127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        self.started.set()
+        await self.stop.wait()
+        server.close()
+
+    async def client(self, reader, writer) -> None:
+        there = await asyncio.open_connection("127.0.0.1", self.target)
+
+        async def pass_on(source, sink) -> None:
+            while piece := await source.read(1 << 16):
+                sink.write(piece)
+                await sink.drain()
+            sink.close()
+
+        with contextlib.suppress(OSError):
+            await asyncio.gather(pass_on(reader, there[1]), pass_on(there[0], writer))
+
+    def close(self) -> None:
+        self.loop.call_soon_threadsafe(self.stop.set)
+        self.thread.join(10)
+
+
+@pytest.fixture
+def tls_door(server, tmp_path):
+    """Return a way to the server by TLS, or say that a certificate cannot be made."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl absent: it makes the certificate")
+    one = TlsDoor(tmp_path, server.port)
+    yield one
+    one.close()

@@ -120,3 +120,13 @@ def test_tls_where_there_is_none(server, tmp_path):
 )
 def test_what_is_no_valkey_server_is_refused(scripted, said):
     assert "is it a Valkey or Redis server" in cause(scripted(said).location)
+
+
+def test_tls_with_an_authority_that_is_named_and_one_that_is_not(tls_door, open_at, server):
+    assert "name the authority that signed its certificate" in cause(tls_door.location, tls="yes")
+    assert "does it want tls=yes" in cause(tls_door.location)
+    store = open_at(server, tls_door.location, tls=str(tls_door.certificate), timeout=10.0)
+    records = [make_record(number, size) for number, size in enumerate((1, 5000, 3_000_000))]
+    assert store.write_many(records) == [Status.OK] * 3
+    assert all(is_exact(*fetch(store, one.header.id, 3_000_000)) for one in records)
+    assert store.delete_many([one.header.id for one in records]) == [Status.OK] * 3
