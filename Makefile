@@ -57,6 +57,7 @@ bench: setup  ## measure everything beside its limit, into bench-*.json (half an
 	$(BIN)/kvtier bench no-reuse --json bench-no-reuse.json
 	$(BIN)/python benchmarks/match.py --json bench-match.json
 	$(BIN)/python benchmarks/tiers.py --json bench-tiers.json
+	$(BIN)/python benchmarks/shared.py --json bench-shared.json
 	$(BIN)/python benchmarks/catalog.py --json bench-catalog.json
 	$(BIN)/python benchmarks/engine_step.py --json bench-engine-step.json
 	$(BIN)/python benchmarks/daemon.py --json bench-daemon.json
