@@ -121,7 +121,10 @@ class Arm:
         """Return the seconds that match and lease took."""
         begin = time.perf_counter()
         lease = self.lease(prefix)
+        slots = lease.slots
         seconds = time.perf_counter() - begin
+        if len(slots) < len(prefix.names):
+            raise SystemExit("a chunk has no slot")
         lease.release()
         return seconds
 
@@ -130,10 +133,11 @@ class Arm:
         match = self.cache.match(prefix)
         begin = time.perf_counter()
         lease = self.cache.lease(match, deadline=60)
+        slots = lease.slots if lease is not None else ()
         leased = time.perf_counter() - begin
         plan = None if lease is None else self.cache.plan_load(lease, list(range(16)))
         planned = time.perf_counter() - begin
-        if lease is None or plan is None:
+        if lease is None or plan is None or not slots[0][0].nbytes:
             raise SystemExit("the part is not in DRAM")
         self.cache.settle(plan, CopyResult(CopyStatus.OK))
         lease.release()

@@ -16,12 +16,16 @@ import numpy as np
 
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot, slot_bytes_for
+from kvtier.memory.packed import pack_slots
 
 __all__ = ["DRAM", "NO_ROW", "Index"]
 
 NO_ROW: Final = -1
 DRAM: Final = 0
 """The tier number of DRAM; slower tiers follow in their order."""
+
+_FEW: Final = 8
+"""Rows that are sooner dealt with one by one than by numpy."""
 
 _SUM: Final = struct.Struct("16s")
 
@@ -77,8 +81,9 @@ class Index:
     def in_dram(self, names: Iterable[RecordId]) -> list[int]:
         """Return the rows of parts up to the first that is not in DRAM."""
         rows: list[int] = list(iter(map(self.rows.get, names).__next__, None))
-        there = np.frombuffer(self.present, np.uint16)[rows] & 1
-        return rows if there.all() else rows[: int(there.argmin())]
+        present = self.present
+        there = [present[row] & 1 for row in rows]
+        return rows[: there.index(0)] if 0 in there else rows
 
     def ensure(
         self, name: RecordId, parent: RecordId | None, depth: int, raw_bytes: int, owner: int
@@ -149,6 +154,10 @@ class Index:
 
         A view keeps an array from growing, so that none may outlive this.
         """
+        if len(rows) < _FEW:
+            for row in rows:
+                self.hold(row, 1)
+            return pack_slots(map(self.slot, rows))
         some = np.array(rows, np.int64)
         holds = np.frombuffer(self.holds, np.int32)
         before = holds[some]

@@ -78,7 +78,7 @@ def test_a_long_prompt_is_found_without_a_step_of_python_for_each_part():
     A lease of it holds its rows and takes their slots without one, too.
     """
     small, counts = SmallCatalog(64), []
-    for seed, count in enumerate((4, 60)):
+    for seed, count in enumerate((12, 52)):
         parts = chain(count, seed=seed)
         assert small.save(parts) == count
         names, tokens = names_of(parts), count * SHAPE.chunk_tokens
@@ -163,6 +163,23 @@ def test_what_the_engine_has_need_not_be_in_dram(small):
     assert lease.rows == [small.rows(parts)[1]]
     assert small.lease(parts, 1.0) is None
     lease.release()
+
+
+@pytest.mark.parametrize("count", [1, 7, 8, 40])
+def test_a_lease_of_few_parts_holds_what_one_of_many_does(count):
+    small = SmallCatalog(40)
+    parts, index = chain(count), small.catalog._index
+    small.save(parts)
+    with small.lease(parts, 9.0), small.lease(parts[:1], 9.0) as lease:
+        rows = small.rows(parts)
+        assert [index.holds[row] for row in rows] == [2] + [1] * (count - 1)
+        assert index.held_rows == count
+        assert [slot for (slot,) in lease.slots] == [index.slot(rows[0])]
+    with small.lease(parts, 9.0) as lease:
+        assert [slot for (slot,) in lease.slots] == [index.slot(row) for row in rows]
+    assert not any(index.holds[row] for row in rows)
+    assert not index.held_rows
+    small.close()
 
 
 def test_a_lease_has_whole_blocks(small):
