@@ -121,10 +121,8 @@ class Arm:
         """Return the seconds that match and lease took."""
         begin = time.perf_counter()
         lease = self.lease(prefix)
-        slots = lease.slots
+        _slots = lease.slots
         seconds = time.perf_counter() - begin
-        if len(slots) < len(prefix.names):
-            raise SystemExit("a chunk has no slot")
         lease.release()
         return seconds
 
@@ -224,9 +222,9 @@ def idle_connections(path: Path) -> Iterator[None]:
 def bare_round_trips(count: int) -> list[float]:
     """Return the seconds that messages of 100 bytes take to another process and back."""
     ours, theirs = socket.socketpair()
-    code = f"import socket; s = socket.socket(fileno={theirs.fileno()})\n"
-    code += "while data := s.recv(4096): s.send(data)"
-    with subprocess.Popen([sys.executable, "-c", code], pass_fds=[theirs.fileno()]), ours:
+    code = "import socket; s = socket.socket(fileno=%d)\nwhile data := s.recv(4096): s.send(data)"
+    their = theirs.fileno()
+    with subprocess.Popen([sys.executable, "-c", code % their], pass_fds=[their]), ours:
         theirs.close()
         times = [time.perf_counter()]
         for _ in range(count):
@@ -260,12 +258,11 @@ def moves(path: Path, rounds: int) -> dict[str, Any]:
                 times.append(arm.load(prefixes[0]))
     ratios = [a / b for a, b in zip(*loads, strict=True)]
     own, far = ([spread(list(one), 1e6) for one in zip(*arm, strict=True)] for arm in parts)
-    handover: dict[str, Any] = far[0] | {"planned": far[1], "whole": far[2]}
-    handover |= {"in_process": own[0], "planned_in_process": own[1]}
-    handover["bare"] = spread(bare_round_trips(10 * rounds), 1e6)
+    rest = far[1], far[2], own[0], own[1], spread(bare_round_trips(10 * rounds), 1e6)
+    handover: dict[str, Any] = far[0] | dict(zip(HANDOVER, rest, strict=True))
     rates = [spread([LARGE_BYTES / one / 1e9 for one in times]) for times in loads]
-    load: dict[str, Any] = {"over_in_process": statistics.median(ratios), "ratios": spread(ratios)}
-    load["gb_per_s"] = dict(zip(ARMS, rates, strict=True))
+    load = {"ratios": spread(ratios), "gb_per_s": dict(zip(ARMS, rates, strict=True))}
+    load["over_in_process"] = statistics.median(ratios)
     return {"handover_16MiB_us": handover, "load_134MB": load}
 
 

@@ -30,6 +30,8 @@ __all__ = ["Link"]
 
 _GREETING_SECONDS: Final = 2.0
 _AGAIN_SECONDS: Final = 0.05
+_CHUNK_SECONDS: Final = 5e-7  # that a daemon takes to match a chunk, and as much to lease it
+_MOST_LOOKED: Final = 1000  # chunks: for half a millisecond at most nobody sleeps on their account
 _GIVE_UP: Final = 0.25  # seconds of silence after which calls do not wait any more
 
 
@@ -180,15 +182,16 @@ class Link:
         reply = None
         try:
             up.calls.put(encode(message, number), until)
-            reply = self._answer(up, number, until)
+            chunks = len(how.prefix.keys) if how.prefix is not None else 0
+            reply = self._answer(up, number, until, min(chunks, _MOST_LOOKED) * _CHUNK_SECONDS)
         finally:
             if reply is None:  # also where an interrupt comes
                 self._owe(up, number, seat, how)
         return reply
 
-    def _answer(self, up: Up, number: int, until: float) -> Message | None:
+    def _answer(self, up: Up, number: int, until: float, longer: float) -> Message | None:
         """Return the answer to a request; take back late ones that come before it."""
-        while (found := up.calls.take(until)) is not None:
+        while (found := up.calls.take(until, longer)) is not None:
             if found[0] == number:
                 return found[1]
             self._late(up, *found)

@@ -22,7 +22,7 @@ __all__ = ["Wire", "connect", "failure", "wait_for_daemon"]
 _BUFFER_BYTES: Final = 128 << 10
 _AGAIN_SECONDS: Final = 0.05
 _LEAST_SECONDS: Final = 0.1  # in which a daemon that is there can answer
-_SPIN_SECONDS: Final = 0.0001
+_LOOK_SECONDS: Final = 0.0001
 """An answer is looked for so long before its thread sleeps: to wake up takes longer than most."""
 _WANTING: Final = frozenset((errno.ENOMEM, errno.EMFILE, errno.ENFILE))
 
@@ -69,19 +69,20 @@ class Wire:
                 continue
         return True
 
-    def take(self, until: float) -> tuple[int, Message] | None:
+    def take(self, until: float, longer: float = 0.0) -> tuple[int, Message] | None:
         """Return the next message with its number; None when time runs out.
 
+        longer: seconds to look for it before this sleeps, beyond those that any answer takes.
         Raises ConnectionError once the other side is gone or says so, ProtocolError, and what
         the daemon closes the connection for.
         """
-        spin = min(monotonic() + _SPIN_SECONDS, until)
+        asleep = min(monotonic() + _LOOK_SECONDS + longer, until)
         while (found := self._complete()) is None:
             try:
                 count = self._link.recv_into(self._view[self._end :])
             except BlockingIOError:
                 now = monotonic()
-                if now < spin:
+                if now < asleep:
                     continue
                 if not self._poll_in.poll(max(until - now, 0) * 1e3) and now >= until:
                     return None
