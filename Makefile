@@ -62,6 +62,7 @@ bench: setup  ## measure everything beside its limit, into bench-*.json (half an
 	$(BIN)/python benchmarks/engine_step.py --json bench-engine-step.json
 	$(BIN)/python benchmarks/daemon.py --json bench-daemon.json
 	$(BIN)/python benchmarks/device.py --json bench-device.json
+	$(BIN)/python benchmarks/object_store.py --json bench-object-store.json
 	$(BIN)/python benchmarks/verify.py --json bench-verify.json
 	$(BIN)/python benchmarks/cost_model.py --json bench-cost-model.json
 	$(BIN)/python benchmarks/predicted.py --json bench-predicted.json

@@ -9,7 +9,7 @@ get      objects of 16 MiB into slots by the Tier, beside raw clients with as ma
 lookup   a prompt of 512 chunks that the host has never seen and of which another has written 317,
          5 ms of round-trip time away; and what an engine's thread waits in match and fetch
 hang     DRAM and NVMe hits while S3 answers nothing, beside the same while it answers; and how much
-         later than its timeout a fetch from S3 returns
+         later than its timeout a fetch from S3 returns, beside how late a mere timer is
 """
 
 from __future__ import annotations
@@ -294,6 +294,7 @@ def hangs(server: SeaweedServer, folder: Path, rounds: int, found: Found) -> Non
                     note(found, f"while_hung.{tier}_p99_ms.hung", hung[tier])
                 ratio = max(hung[tier] / quiet[tier] for tier in quiet)
                 note(found, "while_hung.local_hit_p99_ratio", ratio)
+    found["while_hung.timer_late_ms_max"] = [max(found["while_hung.timer_late_ms"])]
     late = found["while_hung.over_deadline_ms"]
     found["while_hung.over_deadline_ms_max"] = [max(late)]
 
@@ -304,28 +305,11 @@ def unseen(turn: int) -> Any:
 
 
 def hits(
-    cache: kvtier.Cache,
-    local: Any,
-    fresh: Iterator[int],
-    late: Found | None = None,
+    cache: kvtier.Cache, local: Any, fresh: Iterator[int], late: Found | None = None
 ) -> dict[str, float]:
     """Return p99 in ms of hits in DRAM and NVMe, beside fetches from S3 that go on meanwhile."""
-    stop = threading.Event()
-
-    def remote() -> None:
-        while not stop.is_set():
-            fetch = cache.fetch(cache.match(unseen(next(fresh))), timeout=FETCH_SECONDS, deadline=5)
-            begin = time.perf_counter()
-            fetch.result(30)
-            if late is not None:
-                over = time.perf_counter() - begin - FETCH_SECONDS
-                note(late, "while_hung.over_deadline_ms", 1e3 * over)
-            stop.wait(0.05)
-
-    thread = threading.Thread(target=remote)
-    thread.start()
-    try:
-        times: dict[str, list[float]] = {"dram": [], "nvme": []}
+    times: dict[str, list[float]] = {"dram": [], "nvme": []}
+    with meanwhile(cache, fresh, {} if late is None else late):
         for _ in range(40):
             cache.clear("dram")
             with timed(times["nvme"]):
@@ -333,10 +317,38 @@ def hits(
             for _ in range(25):
                 with timed(times["dram"]):
                     hit(cache, local)
+    return {name: 1e3 * float(np.percentile(each, 99)) for name, each in times.items()}
+
+
+@contextlib.contextmanager
+def meanwhile(cache: kvtier.Cache, fresh: Iterator[int], late: Found) -> Iterator[None]:
+    """Ask S3 for what nobody has, again and again; note how late the answers are, and a timer."""
+    stop = threading.Event()
+
+    def remote() -> None:
+        while not stop.wait(0.05):
+            fetch = cache.fetch(cache.match(unseen(next(fresh))), timeout=FETCH_SECONDS, deadline=5)
+            begin = time.perf_counter()
+            fetch.result(30)
+            over = time.perf_counter() - begin - FETCH_SECONDS
+            note(late, "while_hung.over_deadline_ms", 1e3 * over)
+
+    def idle() -> None:
+        begin = time.perf_counter()
+        while not stop.wait(FETCH_SECONDS):
+            over = time.perf_counter() - begin - FETCH_SECONDS
+            note(late, "while_hung.timer_late_ms", 1e3 * over)
+            begin = time.perf_counter()
+
+    threads = [threading.Thread(target=remote), threading.Thread(target=idle)]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
     finally:
         stop.set()
-        thread.join()
-    return {name: 1e3 * float(np.percentile(each, 99)) for name, each in times.items()}
+        for thread in threads:
+            thread.join()
 
 
 @contextlib.contextmanager

@@ -86,6 +86,10 @@ _ROWS: Final = (
         "tier",
     ),
     _gauge("tier_parts", "parts", "Parts in a tier", "tier"),
+    _gauge(
+        "sent_requests", "requests", "Requests sent to a tier's service, by kind", "tier", "kind"
+    ),
+    _gauge("sent_requests_dollars", "dollars", "What they cost, by list prices", "tier"),
     _gauge("pack_residue_parts", "parts", "Parts let go that lie in packs with others", "tier"),
     _gauge("write_budget_bytes", "bytes", "Bytes that may be written to a tier now", "tier"),
     _gauge("leased_parts", "parts", "Parts under a lease, a spill or a copy"),

@@ -29,17 +29,22 @@ from kvtier.storage_backends.s3_get import Answer, Getter
 from kvtier.storage_backends.s3_medium import S3Medium
 from kvtier.storage_backends.s3_service import (
     ABSENT_CODES,
+    PRICES,
     AbsentError,
     BrokenError,
     Place,
     Settings,
     cause_of,
     connect,
+    count_requests,
     error_code,
     explain,
+    object_name,
+    parse_addressing,
     parse_endpoint,
     parse_location,
     parse_timeout,
+    record_of,
     refused,
     silence,
     status_of,
@@ -60,9 +65,7 @@ _IN_FLIGHT: Final = 16  # requests of this process at once, and connections kept
 _SLOWEST: Final = 4.0  # read timeouts that the body of one range may take
 _LOOK_FIRST: Final = 1 << 20  # a PUT of more bytes is worth a look whether it is there already
 _SCAN_BATCH: Final = 256  # headers asked for before the first of them is yielded
-_KEY_HEX: Final = 64  # characters of a name that are the chunk key; the part follows a dash
 
-_NAME: Final = re.compile(r"([0-9a-f]{64})-([0-9a-f]{20})")
 _TOTAL: Final = re.compile(r"bytes \d+-\d+/(\d+)")
 
 
@@ -81,27 +84,33 @@ class S3Store:
         {
             "region": Option(str, "", "AWS region; empty: from the AWS environment or profile"),
             "endpoint": Option(parse_endpoint, "", "URL of an S3-compatible service; empty: AWS"),
+            "addressing": Option(
+                parse_addressing, "", "of buckets: path or virtual; empty: virtual on AWS"
+            ),
             "connect_timeout": Option(parse_timeout, 2.0, "longest wait for a connection"),
             "read_timeout": Option(parse_timeout, 5.0, "longest silence of the server"),
         }
     )
     THREADS: ClassVar[int] = 8
+    prices: ClassVar[Mapping[str, float]] = PRICES
     ALIGNMENT: ClassVar[int] = 1
 
     def __init__(self, client: Any, place: Place, settings: Settings) -> None:
         self.causes = Causes()
         self._client = client
         self._place = place
+        self.requests = Causes()
         self._getter = Getter(
             client,
             place,
             (settings.connect_timeout, settings.read_timeout),
             _IN_FLIGHT + self.THREADS,
             _SLOWEST * settings.read_timeout,
+            self.requests,
         )
+        count_requests(client, self.requests)
         self._pool = IoPool("s3", _IN_FLIGHT)
-        self._lock = threading.Lock()
-        self._reading = 0  # records
+        self._lock, self._reading = threading.Lock(), 0  # records
 
     @classmethod
     def open(cls, location: str, capacity: int | None, options: Mapping[str, object]) -> S3Store:
@@ -198,7 +207,9 @@ class S3Store:
             both = zip(results, self._settle(results), strict=True)
             return [one if isinstance(one, Header) else status for one, status in both]
 
-        return S3Medium(self._client, self._place, headers, self.read_spans, self._id_of, self._key)
+        read = (headers, self.read_spans)
+        named = (self._id_of, self._key)
+        return S3Medium(self._client, self._place, self.requests, *read, *named)
 
     def close(self) -> None:
         """Let calls under way finish, and end threads and connections. Idempotent."""
@@ -285,7 +296,7 @@ class S3Store:
 
     def _get(self, name: RecordId, start: int, length: int, etag: str = "") -> Answer:
         try:
-            return self._getter.get(_text(name), start, length, etag)
+            return self._getter.get(object_name(name), start, length, etag)
         except weather() as error:
             if error_code(error) in ABSENT_CODES:
                 raise AbsentError from None
@@ -325,11 +336,10 @@ class S3Store:
         return {"Bucket": self._place.bucket, "Key": self._key(name)}
 
     def _key(self, name: RecordId) -> str:
-        return self._place.prefix + _text(name)
+        return self._place.prefix + object_name(name)
 
     def _id_of(self, key: str) -> RecordId | None:
-        found = _NAME.fullmatch(key.removeprefix(self._place.prefix))
-        return bytes.fromhex(found[1] + found[2]) if found else None
+        return record_of(key.removeprefix(self._place.prefix))
 
     # ------------------------------------------------------------------------------ one batch
 
@@ -378,12 +388,6 @@ class _Job(NamedTuple):
     name: RecordId
     into: memoryview
     others: list[Future[None]]
-
-
-def _text(name: RecordId) -> str:
-    """Return the name of an object, below the prefix."""
-    text = name.hex()
-    return f"{text[:_KEY_HEX]}-{text[_KEY_HEX:]}"
 
 
 def _stop(start: int, size: int, step: int) -> int:

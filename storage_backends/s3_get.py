@@ -15,11 +15,14 @@ import contextlib
 import random
 import re
 import time
+from collections.abc import Iterator
 from http import HTTPStatus
 from http.client import HTTPException
 from typing import Any, Final, Self
+from urllib.parse import quote
 
 from kvtier.clock import monotonic
+from kvtier.events import Causes
 from kvtier.storage_backends.s3_service import BrokenError, Place
 
 __all__ = ["Answer", "Getter"]
@@ -29,7 +32,6 @@ _PAUSE_SECONDS: Final = 0.2  # at most, before the second try
 _ERROR_BYTES: Final = 64 << 10
 _CODE: Final = re.compile(rb"<Code>([^<]{1,64})</Code>")
 _MESSAGE: Final = re.compile(rb"<Message>([^<]{1,512})</Message>")
-_PLACEHOLDER: Final = "k"
 
 
 class Answer:
@@ -82,7 +84,8 @@ class Getter:
     """GETs from one place. Thread-safe; each call blocks.
 
     client: the boto3 client of that place, whose settings hold here, too. timeouts: for a
-    connection, and for the silence of the server; range_seconds: for the whole of one answer.
+    connection, and for the silence of the server; range_seconds: for the whole of one answer;
+    counts: of requests sent.
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Getter:
         timeouts: tuple[float, float],
         connections: int,
         range_seconds: float,
+        counts: Causes,
     ) -> None:
         import boto3
         from botocore.auth import S3SigV4Auth
@@ -100,11 +104,10 @@ class Getter:
 
         session = boto3.session.Session()
         self._credentials = session.get_credentials()
+        self._counts = counts
         self._region = client.meta.region_name or "us-east-1"
         self._signer = S3SigV4Auth
-        asked = {"Bucket": place.bucket, "Key": place.prefix + _PLACEHOLDER}
-        url = client.generate_presigned_url("get_object", Params=asked)  # nothing is sent
-        self._url = url.partition("?")[0].removesuffix(_PLACEHOLDER)
+        self._url = f"{_bucket_url(client, place.bucket)}/{quote(place.prefix, safe='/~')}"
         self._http = URLLib3Session(
             verify=session._session.get_config_variable("ca_bundle") or True,  # noqa: SLF001
             proxies=get_environ_proxies(self._url),
@@ -139,6 +142,7 @@ class Getter:
         request = AWSRequest("GET", self._url + name, dict(headers), stream_output=True)
         signer = self._signer(self._credentials.get_frozen_credentials(), "s3", self._region)
         signer.add_auth(request)
+        self._counts.note("GET")
         response = self._http.send(request.prepare())
         if response.status_code in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
             return Answer(response.raw, monotonic() + self._range_seconds)
@@ -147,6 +151,31 @@ class Getter:
     def close(self) -> None:
         """End the connections. Idempotent."""
         self._http.close()
+
+
+def _bucket_url(client: Any, bucket: str) -> str:
+    """Return the URL of a bucket as the client would ask for it. Nothing is sent."""
+    from botocore.awsrequest import AWSResponse
+
+    seen: list[str] = []
+
+    def answer(request: Any, **_: object) -> Any:
+        seen.append(request.url)
+        return AWSResponse(request.url, HTTPStatus.OK, {}, _Nothing())
+
+    client.meta.events.register_first("before-send.s3.HeadBucket", answer)
+    try:
+        client.head_bucket(Bucket=bucket)
+    finally:
+        client.meta.events.unregister("before-send.s3.HeadBucket", answer)
+    return seen[0].partition("?")[0].rstrip("/")
+
+
+class _Nothing:
+    """The body of an answer that has none."""
+
+    def stream(self) -> Iterator[bytes]:
+        yield from ()
 
 
 def _passes(error: Exception) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -13,9 +12,17 @@ from typing import Any, Final
 import msgspec
 
 from kvtier.errors import Unavailable
+from kvtier.events import Causes
 from kvtier.identity.record import Header, RecordId
 from kvtier.seams import IoPool
-from kvtier.storage_backends.s3_service import ABSENT_CODES, Place, error_code, explain, weather
+from kvtier.storage_backends.s3_service import (
+    ABSENT_CODES,
+    PRICES,
+    Place,
+    error_code,
+    explain,
+    weather,
+)
 from kvtier.tiers.collection import Listed
 from kvtier.tiers.store import Span, Status
 
@@ -25,10 +32,7 @@ CLAIM: Final = ".kvtier-collection"
 """The object below the prefix that says who collects: no record has such a name."""
 
 _TAKEN: Final = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
-_USD: Final = {"PUT": 5e-6, "LIST": 5e-6, "GET": 4e-7, "DELETE": 0.0}
-_GIGABYTE_USD: Final = (
-    0.023  # a month. Both: S3 Standard, us-east-1, aws.amazon.com/s3/pricing, 2025
-)
+_GIGABYTE_USD: Final = 0.023  # a month, as of PRICES
 
 
 class _Claim(msgspec.Struct):
@@ -43,6 +47,7 @@ class S3Medium:
         self,
         client: Any,
         place: Place,
+        requests: Causes,
         headers: Callable[[Sequence[RecordId]], list[Header | Status]],
         spans: Callable[[Sequence[Span]], list[Status]],
         id_of: Callable[[str], RecordId | None],
@@ -55,16 +60,18 @@ class S3Medium:
         self._id_of = id_of
         self._key_of = key_of
         self._owner = secrets.token_hex(8)
-        self._requests: Counter[str] = Counter()
+        self._requests = requests
 
     @property
     def requests(self) -> Mapping[str, int]:
         """Requests sent so far, by kind."""
-        return self._requests
+        return self._requests.counts()
 
     def cost(self) -> tuple[float, float]:
         """See Medium."""
-        return sum(_USD[kind] * count for kind, count in self._requests.items()), _GIGABYTE_USD
+        return sum(
+            PRICES.get(kind, 0.0) * count for kind, count in self.requests.items()
+        ), _GIGABYTE_USD
 
     # ---- what lies there
 
@@ -75,7 +82,6 @@ class S3Medium:
         )
         try:
             for page in pages:
-                self._requests["LIST"] += 1
                 now = _server_time(page)
                 for item in page.get("Contents", ()):
                     if item["Key"] == self._place.prefix + CLAIM:
@@ -87,18 +93,15 @@ class S3Medium:
 
     def headers(self, ids: Sequence[RecordId]) -> list[Header | Status]:
         """See Medium."""
-        self._requests["GET"] += len(ids)
         return self._headers(ids)
 
     def read_spans(self, spans: Sequence[Span]) -> list[Status]:
         """See SpanStore."""
-        self._requests["GET"] += len(spans)
         return self._spans(spans)
 
     def remove(self, ids: Sequence[RecordId]) -> list[bool]:
         """See Medium. A thousand at most."""
         keys = [self._key_of(name) for name in ids]
-        self._requests["DELETE"] += 1
         try:
             answer = self._client.delete_objects(
                 Bucket=self._place.bucket,
@@ -143,7 +146,6 @@ class S3Medium:
         with contextlib.suppress(*weather()):
             found = self._claimed()
             if found is not None and found[0].owner == self._owner:
-                self._requests["DELETE"] += 1
                 self._client.delete_object(
                     Bucket=self._place.bucket, Key=self._place.prefix + CLAIM
                 )
@@ -161,7 +163,6 @@ class S3Medium:
 
     def _put(self, name: str, body: bytes, **condition: str) -> bool:
         """Write an object under a condition; False if that does not hold."""
-        self._requests["PUT"] += 1
         try:
             self._client.put_object(
                 Bucket=self._place.bucket, Key=self._place.prefix + name, Body=body, **condition
@@ -174,7 +175,6 @@ class S3Medium:
 
     def _claimed(self) -> tuple[_Claim, float, str] | None:
         """Return the claim that is there, its age, and its ETag."""
-        self._requests["GET"] += 1
         try:
             answer = self._client.get_object(
                 Bucket=self._place.bucket, Key=self._place.prefix + CLAIM

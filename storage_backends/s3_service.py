@@ -10,23 +10,30 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from kvtier.errors import ConfigError, Corrupt, StoreError, unknown
+from kvtier.events import Causes
+from kvtier.identity.record import RecordId
 from kvtier.tiers.store import Option, Status
 from kvtier.units import parse_seconds
 
 __all__ = [
     "ABSENT_CODES",
     "CREDENTIALS",
+    "PRICES",
     "AbsentError",
     "BrokenError",
     "Place",
     "Settings",
     "cause_of",
     "connect",
+    "count_requests",
     "error_code",
     "explain",
+    "object_name",
+    "parse_addressing",
     "parse_endpoint",
     "parse_location",
     "parse_timeout",
+    "record_of",
     "refused",
     "silence",
     "status_of",
@@ -34,6 +41,8 @@ __all__ = [
 ]
 
 _ATTEMPTS: Final = 2  # a Tier has a breaker; more tries here would only hold its threads
+_KEY_HEX: Final = 64  # characters of a name that are the chunk key; the part follows a dash
+_NAME: Final = re.compile(r"([0-9a-f]{64})-([0-9a-f]{20})")
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()/=-]{0,512}")
 _SECRETIVE: Final = ("key", "secret", "token", "password", "credential")
@@ -44,6 +53,9 @@ CREDENTIALS: Final = (
 _NO_CREDENTIALS: Final = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError"}
 )
+PRICES: Final = {"PUT": 5e-6, "LIST": 5e-6, "GET": 4e-7, "HEAD": 4e-7, "DELETE": 0.0}
+"""US dollars a request: S3 Standard, us-east-1, aws.amazon.com/s3/pricing, 2025."""
+
 _SERVER_ERROR: Final = 500
 _FULL_CODES: Final = frozenset({"XMinioStorageFull", "QuotaExceeded"})
 ABSENT_CODES: Final = frozenset({"404", "NoSuchKey", "NotFound"})
@@ -84,6 +96,7 @@ class Settings(NamedTuple):
 
     region: str
     endpoint: str
+    addressing: str
     connect_timeout: float
     read_timeout: float
 
@@ -112,6 +125,16 @@ def parse_endpoint(text: str) -> str:
     return text.rstrip("/")
 
 
+def parse_addressing(text: str) -> str:
+    """Return how buckets are named in URLs. Raises ConfigError."""
+    if text not in ("path", "virtual"):
+        raise ConfigError(
+            f"addressing={text!r} is neither path (https://host/bucket) nor virtual "
+            "(https://bucket.host)"
+        )
+    return text
+
+
 def parse_timeout(text: str) -> float:
     """Return seconds, more than zero. Raises ConfigError."""
     seconds = parse_seconds(text)
@@ -130,6 +153,10 @@ def parse_location(location: str) -> Place:
             f"{location!r} names no bucket: 3 to 63 small letters, digits, dots and hyphens; "
             "write the tier like s3://bucket/prefix"
         )
+    if bucket.endswith("--x-s3"):
+        raise ConfigError(
+            f"{bucket} is a directory bucket, whose requests are signed otherwise; use another"
+        )
     if not _PREFIX.fullmatch(prefix):
         raise ConfigError(
             f"the prefix {prefix!r} is too long, or has characters that not every S3 service "
@@ -139,19 +166,31 @@ def parse_location(location: str) -> Place:
     return Place(bucket, prefix and f"{prefix}/")
 
 
+def object_name(name: RecordId) -> str:
+    """Return the name of a record's object, below the prefix: key and part in hex."""
+    text = name.hex()
+    return f"{text[:_KEY_HEX]}-{text[_KEY_HEX:]}"
+
+
+def record_of(text: str) -> RecordId | None:
+    """Return the record of which that is the object's name; None for a stranger's."""
+    found = _NAME.fullmatch(text)
+    return bytes.fromhex(found[1] + found[2]) if found else None
+
+
 def connect(settings: Settings, connections: int) -> Any:
     """Return a client that keeps up to `connections`; nothing is sent yet."""
     # boto3 takes a third of a second to import: only who uses this tier pays.
     import boto3
     from botocore.config import Config
 
-    region, endpoint, connect_timeout, read_timeout = settings
+    region, endpoint, addressing, connect_timeout, read_timeout = settings
     session = boto3.session.Session()
 
     def build(*, sign_payload: bool) -> Any:
         own: dict[str, object] = {"payload_signing_enabled": sign_payload}
-        if endpoint:  # a service that is not AWS's rarely has a host name per bucket
-            own["addressing_style"] = "path"
+        if addressing or endpoint:  # a service not AWS's rarely has a host name per bucket
+            own["addressing_style"] = addressing or "path"
         return session.client(
             "s3",
             region_name=region or session.region_name or ("us-east-1" if endpoint else None),
@@ -174,6 +213,18 @@ def connect(settings: Settings, connections: int) -> Any:
     if not plain and not client.meta.endpoint_url.startswith("https:"):
         client = build(sign_payload=True)
     return client
+
+
+def count_requests(client: Any, counts: Causes) -> None:
+    """Count all that a client sends from now on, tries included, by the kind that is paid for."""
+
+    def sent(request: Any, **_: object) -> None:
+        kind = request.method
+        if kind == "GET" and "list-type=" in request.url:
+            kind = "LIST"
+        counts.note("DELETE" if kind == "POST" else kind)  # many are deleted by a POST
+
+    client.meta.events.register("before-send.s3", sent)
 
 
 # --------------------------------------------------------------------------- what an error means

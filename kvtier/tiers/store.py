@@ -28,6 +28,7 @@ __all__ = [
     "Capabilities",
     "CountingStore",
     "Option",
+    "PaidStore",
     "Read",
     "Span",
     "SpanStore",
@@ -167,6 +168,17 @@ class CountingStore(Store, Protocol):
     """A Store that counts, in a few words of cause, what went wrong; its Tier makes it a metric."""
 
     causes: Causes
+
+
+@runtime_checkable
+class PaidStore(Store, Protocol):
+    """A Store whose service takes money by the request, and counts them, by kind.
+
+    prices: US dollars of one request of each kind.
+    """
+
+    requests: Causes
+    prices: ClassVar[Mapping[str, float]]
 
 
 @runtime_checkable

@@ -24,7 +24,7 @@ from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.exact import Fetched, Wanted, verify
 from kvtier.tiers.pack import longest_order
 from kvtier.tiers.packer import Packer
-from kvtier.tiers.store import CountingStore, SpanStore, Status, Store, Write
+from kvtier.tiers.store import CountingStore, PaidStore, SpanStore, Status, Store, Write
 
 __all__ = ["Fetched", "Tier", "Wanted"]
 
@@ -232,6 +232,7 @@ class Tier:
 
     def figures(self) -> None:
         """Set the gauges. From any thread."""
+        self._count_requests()
         if self._packer is not None:
             self._metrics.set("pack_residue_parts", self._packer.residue, tier=self.name)
         if math.isfinite(self.writes.a_day):
@@ -330,6 +331,16 @@ class Tier:
                 "tier_faults", count - self._faults.get(cause, 0), tier=self.name, reason=cause
             )
         self._faults = counts
+
+    def _count_requests(self) -> None:
+        """Set what the Store has sent, and what that costs. From any thread."""
+        if not isinstance(self.store, PaidStore):
+            return
+        counts, prices = self.store.requests.counts(), self.store.prices
+        for kind, count in counts.items():
+            self._metrics.set("sent_requests", count, tier=self.name, kind=kind)
+        dollars = sum(prices.get(kind, 0.0) * count for kind, count in counts.items())
+        self._metrics.set("sent_requests_dollars", dollars, tier=self.name)
 
     def _hung(self) -> bool:
         """Say whether every thread sits in a call that does not return."""

@@ -15,6 +15,7 @@ import pytest
 
 from kvtier.identity.record import HEADER_BYTES, checksum
 from kvtier.storage_backends.s3 import S3Store
+from kvtier.storage_backends.s3_service import Place, Settings, connect
 from kvtier.testing.records import make_record
 from kvtier.testing.store_suite import StoreSuite
 from kvtier.tiers.store import Read, Status, Write
@@ -229,3 +230,48 @@ def test_a_record_replaced_while_it_is_read_never_mixes(store, objects):
     finally:
         stop.set()
         writer.join()
+
+
+# ------------------------------------------------------------------------------------- the service
+
+
+def test_requests_are_counted_by_kind_as_the_server_counts_them(store, s3_server):
+    records = [make_record(1, 1000), make_record(2, 9 * MIB)]
+    before, already = s3_server.traffic().requests, store.requests.counts()
+    store.write_many(records)
+    statuses(store, *records)
+    store.delete_many([each.header.id for each in records])
+    list(store.scan())
+    sent = {k: n - already.get(k, 0) for k, n in store.requests.counts().items()}
+    assert sum(sent.values()) == s3_server.traffic().requests - before
+    assert sent == {"LIST": 1, "GET": 4, "PUT": 2, "HEAD": 2, "DELETE": 2}
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "style", "url"),
+    [
+        ("https://s3.example:9", "", "https://s3.example:9/bucket/p/x/"),
+        ("https://s3.example:9", "virtual", "https://bucket.s3.example:9/p/x/"),
+        ("", "", "https://bucket.s3.eu-central-1.amazonaws.com/p/x/"),
+        ("", "path", "https://s3.eu-central-1.amazonaws.com/bucket/p/x/"),
+    ],
+)
+def test_buckets_are_addressed_by_path_or_by_host(endpoint, style, url):
+    settings = Settings("eu-central-1", endpoint, style, 1.0, 1.0)
+    client = connect(settings, connections=1)
+    store = S3Store(client, Place("bucket", "p/x/"), settings)
+    assert store._getter._url == url
+    store.close()
+
+
+def test_a_getter_signs_like_boto3(store, objects):
+    """By a prefix of all that may be in one: the server refuses a wrong signature."""
+    odd = S3Store.open(
+        f"//{objects.bucket}/a!_.*'()=-/{objects.prefix}",
+        None,
+        {"endpoint": store._client.meta.endpoint_url},
+    )
+    each = make_record(1, 100)
+    assert odd.write_many([each]) == [Status.OK]
+    assert statuses(odd, each) == [Status.OK]
+    odd.close()

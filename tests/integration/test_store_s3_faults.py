@@ -109,7 +109,8 @@ def test_a_secret_in_the_url_is_refused_and_not_repeated(location, options):
 
 
 @pytest.mark.parametrize(
-    "location", ["bucket/prefix", "//", "///prefix", "//B/x", "//b/x", "//bucket/a?b"]
+    "location",
+    ["bucket/prefix", "//", "///prefix", "//B/x", "//b/x", "//bucket/a?b", "//b--usw2-az1--x-s3/a"],
 )
 def test_a_malformed_location_is_refused(location):
     with pytest.raises(ConfigError):
@@ -136,8 +137,8 @@ def test_the_payload_is_unsigned_over_tls_only(monkeypatch, endpoint, signed):
     from kvtier.storage_backends.s3_service import Settings, connect
 
     for settings in (
-        Settings("", f"{endpoint}://localhost:9", 1.0, 1.0),
-        Settings("", "", 1.0, 1.0),
+        Settings("", f"{endpoint}://localhost:9", "", 1.0, 1.0),
+        Settings("", "", "", 1.0, 1.0),
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"{endpoint}://localhost:9")
         monkeypatch.setenv("AWS_REGION", "us-east-1")

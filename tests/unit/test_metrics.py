@@ -13,8 +13,29 @@ from kvtier.events import Reporter
 from kvtier.metrics import TABLE, Metric, Metrics
 
 UNITS = {
-    *("bytes", "calls", "chunks", "fetches", "holds", "leases", "matches", "parts", "pins"),
-    *("plans", "prefetches", "records", "seconds", "servers", "sessions", "slots", "tokens"),
+    *(
+        "bytes",
+        "calls",
+        "chunks",
+        "dollars",
+        "fetches",
+        "holds",
+        "leases",
+        "matches",
+        "parts",
+        "pins",
+    ),
+    *(
+        "plans",
+        "prefetches",
+        "records",
+        "requests",
+        "seconds",
+        "servers",
+        "sessions",
+        "slots",
+        "tokens",
+    ),
 }
 SAMPLE = re.compile(r'(?P<name>[a-z_]+)(?:\{(?P<labels>(?:[a-z_]+="(?:[^"\\\n]|\\.)*",?)+)\})? \S+')
 
