@@ -8,7 +8,6 @@ import functools
 import hashlib
 import importlib.util
 import os
-import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from kvtier.errors import ConfigError
 
 __all__ = ["Nvrtc", "cubin", "cubin_name", "default_folder", "kernel_source"]
 
-_NAMES: Final = ("libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so")
+_MAJORS: Final = (13, 12)  # of CUDA, the newest first
 _OPTIONS: Final = ("--std=c++17",)
 _DIGEST_BYTES: Final = 32
 _PRIVATE: Final = 0o700
@@ -28,13 +27,17 @@ _REMEDY: Final = "pip install 'kvtier[cuda]', or put the CUDA toolkit's lib64 on
 class Nvrtc:
     """The compiler, found where the CUDA toolkit or NVIDIA's wheels put it.
 
-    library: where it is; None: wherever it is found. Raises ConfigError when it is missing.
+    library: where it is; None: wherever it is found, of no newer a CUDA than the newest. Raises
+    ConfigError when it is missing.
     """
 
-    def __init__(self, library: Path | None = None) -> None:
-        loaded = _loaded() if library is None else _load(str(library))
+    def __init__(self, library: Path | None = None, *, newest: int = _MAJORS[0]) -> None:
+        loaded = _loaded(newest) if library is None else _load(str(library))
         if loaded is None:
-            raise ConfigError(f"NVRTC, which compiles the copy kernel, is missing: {_REMEDY}")
+            raise ConfigError(
+                f"NVRTC of CUDA {newest} or before, which compiles the copy kernel, is missing: "
+                f"{_REMEDY}"
+            )
         self._library = loaded
         self._library.nvrtcGetErrorString.restype = ctypes.c_char_p
         major, minor = ctypes.c_int(), ctypes.c_int()
@@ -148,19 +151,18 @@ def _keep(path: Path, made: bytes) -> None:
             part.unlink()
 
 
-def _places() -> Iterator[str]:
+def _places(newest: int) -> Iterator[str]:
     """Yield where the library may be: the loader's places, then NVIDIA's wheels."""
-    yield from _NAMES
     spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for path in sorted(Path(folder).glob("*/lib/libnvrtc.so.*"), reverse=True):
-            if re.fullmatch(r"libnvrtc\.so\.\d+", path.name):  # no .alt beside it
-                yield str(path)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    for name in (f"libnvrtc.so.{major}" for major in _MAJORS if major <= newest):
+        yield name
+        yield from (str(path) for one in folders for path in Path(one).glob(f"*/lib/{name}"))
 
 
 @functools.cache
-def _loaded() -> ctypes.CDLL | None:
-    return next(filter(None, map(_load, _places())), None)
+def _loaded(newest: int) -> ctypes.CDLL | None:
+    return next(filter(None, map(_load, _places(newest))), None)
 
 
 def _load(place: str) -> ctypes.CDLL | None:

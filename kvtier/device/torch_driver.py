@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.descriptors import Numbers
 from kvtier.device.driver import Event
-from kvtier.device.nvrtc import cubin, default_folder
+from kvtier.device.nvrtc import Nvrtc, cubin, default_folder
 from kvtier.device.paths import Choice, kept_table
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes
@@ -30,6 +31,7 @@ _THREADS: Final = 512
 _PORTABLE_MAPPED: Final = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 _HOST_POINTERS: Final = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 _STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM; ANY ignores what a stream waits for
+_BATCH_FIRST, _BATCH_NOW = 12080, 13000  # CUDA 12.8 and 13.0
 _DEFAULT_KIND: Final = 4  # cudaMemcpyDefault: the addresses say which way
 
 
@@ -81,16 +83,19 @@ class TorchDriver:
         with cupy.cuda.Device(index):
             if not cupy.cuda.runtime.deviceGetAttribute(_HOST_POINTERS, index):
                 raise ConfigError(f"{self.name} cannot use the addresses of pinned host memory")
-            made = cubin(properties.major * 10 + properties.minor, folder or default_folder())
+            compiler = Nvrtc(newest=version // 1000)  # or the driver may not take what it made
+            architecture = properties.major * 10 + properties.minor
+            made = cubin(architecture, folder or default_folder(), compiler)
             # CuPy may look into the file as late as at the first launch.
             self._cubin = tempfile.NamedTemporaryFile(suffix=".cubin")  # noqa: SIM115
             self._cubin.write(made)
             self._cubin.flush()
             self._kernel = cupy.RawModule(path=self._cubin.name).get_function("kvtier_copy")
-        self._external: Callable[..., Any] = cupy.cuda.ExternalStream
+        self._streams: dict[int, Any] = {}  # of CuPy, by the address of torch's
+        self._external = partial(_external, cupy, index)
         self._here: Callable[[], Any] = lambda: cupy.cuda.Device(index)
         self._runtime = cupy.cuda.runtime
-        self._batch = _batched_copies()
+        self._batch = _batched_copies(version)
         self.batches = self._batch is not None
 
     def stream(self) -> Any:
@@ -160,13 +165,17 @@ class TorchDriver:
         """See Driver."""
         if self._batch is None:
             raise ConfigError("this driver has no batched copies")
-        status = self._batch(table[0], table[1], table[2], stream.cuda_stream)
+        with self._here():
+            status = self._batch(table[0], table[1], table[2], stream.cuda_stream)
         if status:
             raise RuntimeError(f"cuMemcpyBatchAsync of {table.shape[1]} runs: CUDA error {status}")
 
     def launch(self, stream: Any, table: int, runs: int, grid: int) -> None:
         """See Driver."""
-        with self._here(), self._external(stream.cuda_stream, self._device.index):
+        where = stream.cuda_stream
+        if where not in self._streams:
+            self._streams[where] = self._external(where)
+        with self._here(), self._streams[where]:
             self._kernel((grid,), (_THREADS,), (np.uint64(table), np.uint64(runs)))
 
     def close(self) -> None:
@@ -217,25 +226,46 @@ def _cupy() -> Any:
     return cupy
 
 
-def _batched_copies() -> Callable[[Numbers, Numbers, Numbers, int], int] | None:
-    """Return the driver's batched copy: from CUDA 12.8 on, with another signature from 13.0 on."""
+class _Foreign:
+    """A stream of another library, as CuPy takes one: by NVIDIA's CUDA stream protocol."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self._address)
+
+
+def _external(cupy: Any, index: int, address: int) -> Any:
+    """Return CuPy's view of a stream: its 14 has a new way to it, and warns of the old one."""
+    if hasattr(cupy.cuda.Stream, "from_external"):
+        return cupy.cuda.Stream.from_external(_Foreign(address))
+    return cupy.cuda.ExternalStream(address, index)
+
+
+def _batched_copies(version: int) -> Callable[[Numbers, Numbers, Numbers, int], int] | None:
+    """Return cuMemcpyBatchAsync of a driver; None before 12.8. In 13.0 its signature changed."""
+    asked = next((one for one in (_BATCH_NOW, _BATCH_FIRST) if version >= one), None)
+    if asked is None:
+        return None
     try:
-        library = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+        look = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
+    except (OSError, AttributeError):
         return None
-    newer = getattr(library, "cuMemcpyBatchAsync_v2", None)
-    function = newer or getattr(library, "cuMemcpyBatchAsync", None)
-    if function is None:
+    entry, status = ctypes.c_void_p(), ctypes.c_int()
+    names = (b"cuMemcpyBatchAsync", ctypes.byref(entry), asked)
+    if look(*names, ctypes.c_uint64(0), ctypes.byref(status)) or not entry.value:
         return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    failed = (pointer,) if asked == _BATCH_FIRST else ()  # which copy has failed
+    arguments = (pointer, pointer, pointer, size, pointer, pointer, size, *failed, pointer)
+    function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(entry.value)
 
     def call(to: Numbers, of: Numbers, nbytes: Numbers, stream: int) -> int:
-        attributes, first, failed = _Attributes(order=_STREAM_ORDER), ctypes.c_size_t(0), None
-        rows = [ctypes.c_void_p(row.ctypes.data) for row in (to, of, nbytes)]
-        common = (ctypes.c_size_t(len(nbytes)), ctypes.byref(attributes), ctypes.byref(first))
-        told: tuple[object, ...] = ()
-        if newer is None:
-            failed = ctypes.c_size_t()
-            told = (ctypes.byref(failed),)
-        return int(function(*rows, *common, ctypes.c_size_t(1), *told, ctypes.c_void_p(stream)))
+        attributes, first, which = _Attributes(order=_STREAM_ORDER), size(0), size()
+        rows = (to.ctypes.data, of.ctypes.data, nbytes.ctypes.data, len(nbytes))
+        for_all = (ctypes.addressof(attributes), ctypes.addressof(first), 1)
+        told = (ctypes.addressof(which),) if failed else ()
+        return int(function(*rows, *for_all, *told, stream))
 
     return call

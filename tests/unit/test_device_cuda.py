@@ -270,6 +270,10 @@ def test_batched_copies_need_a_driver_that_has_them():
         made(Choice("batch"), CpuDriver(batches=False))
 
 
+def test_drivers_before_batched_copies_are_not_asked_for_them():
+    assert torch_driver._batched_copies(12070) is None
+
+
 # ------------------------------------------------------------------- where there is no such thing
 
 

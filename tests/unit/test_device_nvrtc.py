@@ -83,11 +83,19 @@ def test_a_folder_that_cannot_be_written_is_no_matter(compiler, tmp_path):
 
 
 def test_a_missing_compiler_is_named_with_its_remedy(monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "_loaded", lambda: None)
-    with pytest.raises(ConfigError, match=r"NVRTC.* is missing: pip install 'kvtier\[cuda\]'"):
+    monkeypatch.setattr(module, "_loaded", lambda newest: None)
+    with pytest.raises(
+        ConfigError, match=r"NVRTC of CUDA 13 .* is missing: pip install 'kvtier\[cuda\]'"
+    ):
         cubin(90, tmp_path)
     with pytest.raises(ConfigError, match="is missing"):
         Nvrtc(tmp_path / "libnvrtc.so")
+
+
+def test_no_newer_compiler_is_looked_for_than_the_driver_takes():
+    assert any("libnvrtc.so.13" in place for place in module._places(13))
+    assert list(module._places(12)) == [one for one in module._places(13) if ".so.13" not in one]
+    assert list(module._places(11)) == []
 
 
 @pytest.mark.parametrize("architecture", [80, 90, 100])
