@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
+
+import msgspec
 
 from kvtier.catalog.lease import Lease
 from kvtier.clock import Clock
 from kvtier.cost import Advice, Costs, Reading
 from kvtier.desk import Desk, Match
+from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Geometry, Needs
 from kvtier.identity.shape import Shape
 from kvtier.seams import Future
@@ -22,6 +27,14 @@ _PROBE_CHUNKS: Final = 4
 _PROBE_SECONDS: Final = 10.0
 
 
+class _Rung(msgspec.Struct, frozen=True):
+    """What of a measured tier is of use here."""
+
+    tier: str
+    latency_s: float
+    read_bytes_per_s: float
+
+
 class Adviser:
     """One cache's. Memory only, and safe from any thread."""
 
@@ -30,6 +43,20 @@ class Adviser:
         self._desk = desk
         self._chunk = (shape.chunk_tokens, sum(shape.nbytes))
         self._whole = all(one.needs is Needs.ALL for one in geometry.components)
+
+    def seed(self, path: str | Path) -> None:
+        """See ``Cache.seed``."""
+        try:
+            rungs = msgspec.json.decode(Path(path).read_bytes(), type=list[_Rung])
+        except (OSError, TypeError, ValueError) as error:  # msgspec's is a ValueError
+            raise ConfigError(
+                f"{path!r} is not what `kvtier doctor --measure URL --keep FILE` writes: {error}"
+            ) from error
+        for rung in rungs:
+            if not (0 <= rung.latency_s < math.inf and 0 < rung.read_bytes_per_s < math.inf):
+                raise ConfigError(f"{path}: {rung.tier} has a speed that cannot be")
+            if rung.tier in self._desk.tiers[1:]:
+                self.costs.believe_tier(rung.tier, rung.latency_s, 1 / rung.read_bytes_per_s)
 
     def advise(self, match: Match, computed: int, *, meet: bool) -> tuple[Match, Advice]:
         """See ``Cache.advise``."""

@@ -7,6 +7,7 @@ a handle. What an operator does to a cache, closing it included, is in ``upkeep`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from kvtier.adviser import Adviser
@@ -112,6 +113,14 @@ class Cache(Upkeep):
             check_whole("a span's first token", start)
             check_whole("a span's end", stop, start)
         self._adviser.costs.computed(spans, seconds)
+
+    def seed(self, path: str | Path) -> None:
+        """Believe what ``kvtier doctor --measure URL --keep FILE`` found, until a tier is read.
+
+        Tiers that this cache has not are passed over. Raises ConfigError for any other file.
+        """
+        self._check()
+        self._adviser.seed(path)
 
     def advise(
         self, match: Match, computed: int = 0, *, meet: bool = False

@@ -12,6 +12,8 @@ import click
 from kvtier.bench.bucket import bucket_url
 from kvtier.bench.filesystem import current_directory
 from kvtier.cli.kinds import DIRECTORY
+from kvtier.cli.output import REPORT
+from kvtier.errors import ConfigError
 from kvtier.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -40,12 +42,27 @@ __all__ = ["doctor"]
     is_flag=True,
     help="Measure copies to and from a GPU, and keep the fastest ways; a minute.",
 )
+@click.option(
+    "--measure",
+    "urls",
+    multiple=True,
+    metavar="URL",
+    help="Write 64 MiB to a tier and read it back, beside a copy in memory; may be repeated.",
+)
+@click.option(
+    "--keep",
+    type=REPORT,
+    metavar="FILE",
+    help="Write what was measured for Cache.seed, so that loads are weighed from the first on.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(
     directory: Path | None,
     s3: str | None,
     dram: str,
     device: bool,  # noqa: FBT001
+    urls: tuple[str, ...],
+    keep: str | None,
     as_json: bool,  # noqa: FBT001
 ) -> int:
     """Look at this machine: what works, what is limited, what is missing.
@@ -57,6 +74,8 @@ def doctor(
     from kvtier.cli import probes
     from kvtier.cli.copies import copies
 
+    if keep is not None and not urls:
+        raise ConfigError("--keep is for what --measure found: name a tier, such as lmdb:DIR?…")
     wanted = parse_bytes(dram)
     if s3 is not None:
         bucket_url(s3)
@@ -69,6 +88,7 @@ def doctor(
         probes.memory(wanted),
         probes.memory_lock(wanted),
         *(copies() if device else ()),
+        *(_rungs(urls, keep) if urls else ()),
         where,
         *([bucket] if bucket else []),
         probes.weights(),
@@ -76,6 +96,42 @@ def doctor(
     _show(findings, as_json=as_json)
     asked = [where] * (directory is not None) + ([bucket] if bucket else [])
     return 1 if any(finding.state == "missing" for finding in asked) else 0
+
+
+def _rungs(urls: Sequence[str], keep: str | None) -> list[Finding]:
+    """Measure memory, and each tier."""
+    from kvtier.bench import rungs
+    from kvtier.cli.probes import Finding
+    from kvtier.units import format_bytes, format_seconds
+
+    base = rungs.memcpy()
+    found = [rungs.tier_rung(url) for url in urls]
+    if keep is not None:
+        rungs.keep(found, Path(keep))
+    shown = [
+        Finding(
+            "rung memcpy",
+            "ok",
+            f"{format_bytes(int(base.read_bytes_per_s))} a second",
+            "what every byte between DRAM and an engine costs at least",
+        )
+    ]
+    for one in found:
+        read, write = (
+            format_bytes(int(one.read_bytes_per_s)),
+            format_bytes(int(one.write_bytes_per_s)),
+        )
+        shown.append(
+            Finding(
+                f"rung {one.tier}",
+                "ok",
+                f"reads {read} a second after {format_seconds(one.latency_s)}; writes {write}",
+                f"a 70B model's token of 320 KiB comes in "
+                f"{format_seconds(320 * 1024 / one.read_bytes_per_s)}: to load pays where it is "
+                "computed slower",
+            )
+        )
+    return shown
 
 
 def _show(findings: Sequence[Finding], *, as_json: bool) -> None:

@@ -1,0 +1,63 @@
+"""``kvtier doctor --measure``: tiers measured for real, kept, and believed by a cache."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import kvtier
+from kvtier.bench.rungs import tier_rung
+from kvtier.cli.main import run
+from kvtier.errors import ConfigError
+from kvtier.testing.toy import NAMESPACE, dram
+
+
+def doctor(tmp_path, *args):
+    return run(["doctor", "--dir", str(tmp_path), *args])
+
+
+def test_a_measured_tier_is_believed(tmp_path, capsys):
+    url = f"lmdb:{tmp_path}/kv?capacity=256MiB"
+    kept = tmp_path / "rungs.json"
+    assert doctor(tmp_path, "--measure", url, "--keep", str(kept)) == 0
+    assert "rung lmdb" in capsys.readouterr().out
+    (rung,) = json.loads(kept.read_text())
+    assert rung["read_bytes_per_s"] > 1e6
+    with kvtier.open(dram(8), url, namespace=NAMESPACE) as cache:
+        assert cache.figures()['kvtier_tier_parts{tier="lmdb"}'] == 0  # nothing stayed
+        cache.seed(kept)
+        latency, rate = cache._adviser.costs.figures()["lmdb"]
+        assert rate == pytest.approx(rung["read_bytes_per_s"])
+        assert latency == rung["latency_s"]
+    with kvtier.open(dram(8), namespace=NAMESPACE) as cache:
+        cache.seed(kept)  # of a tier that is not here
+        assert cache._adviser.costs.figures() == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        '[{"tier": 1}]',
+        '[{"tier": "lmdb", "latency_s": -1, "read_bytes_per_s": 1}]',
+        '[{"tier": "lmdb", "latency_s": 0, "read_bytes_per_s": 0}]',
+    ],
+)
+def test_what_doctor_did_not_write_is_refused(tmp_path, text):
+    path = tmp_path / "k.json"
+    path.write_text(text)
+    with kvtier.open(dram(8), namespace=NAMESPACE) as cache:
+        with pytest.raises(ConfigError):
+            cache.seed(path)
+        with pytest.raises(ConfigError):
+            cache.seed(tmp_path / "none")
+
+
+def test_what_cannot_be_measured_is_told(tmp_path, capsys):
+    assert doctor(tmp_path, "--keep", str(tmp_path / "k")) == 2
+    assert "--measure" in capsys.readouterr().err
+    assert doctor(tmp_path, "--measure", "lmdb:/proc/kv?capacity=1GiB") != 0
+    with pytest.raises(ConfigError, match="below it"):
+        tier_rung("dram:1GiB")
