@@ -174,6 +174,10 @@ class Desk(Protocol):
         """See ``Cache.health``."""
         ...
 
+    def here(self) -> bool:
+        """Say whether the calling thread is one that those who wait here need."""
+        ...
+
     def unpin(self) -> None:
         """End the pins of this cache."""
         ...

@@ -229,6 +229,10 @@ class LocalDesk:
         else:
             self.depot.bypassed.pop(self._digest, None)
 
+    def here(self) -> bool:
+        """See Desk."""
+        return self.depot.flow.here()
+
     def unpin(self) -> None:
         """See Desk. A pin that is on its way ends when it arrives."""
         self.leaving = True

@@ -111,6 +111,10 @@ class Flow(Protocol):
         """Start a coroutine from any thread; the future reports its end. Never blocks."""
         ...
 
+    def here(self) -> bool:
+        """Say whether the calling thread is the one that coroutines run on: it must not wait."""
+        ...
+
     async def io(self, pool: IoPool, call: Callable[..., T], *args: object) -> T:
         """Run a blocking call in `pool` and await it. Called on the loop only.
 
@@ -142,6 +146,10 @@ class ThreadFlow:
         except Exception:  # it is closed, or the system has no thread left
             work.close()
             raise
+
+    def here(self) -> bool:
+        """See Flow."""
+        return threading.current_thread() is self._thread
 
     async def io(self, pool: IoPool, call: Callable[..., T], *args: object) -> T:
         """See Flow."""

@@ -116,7 +116,7 @@ class _UpTransfer(Generic[T]):
             return None
 
     def on_settled(self, call: Any) -> None:
-        """Call `call()` once it has settled, from any thread."""
+        """Call `call()` once it has settled, from any thread. It must not wait for the cache."""
         self._running.add_done_callback(lambda _: call())
 
     def __await__(self) -> Generator[Any, None, T | None]:

@@ -1,6 +1,7 @@
 """Upkeep: what an operator does to a cache. Clear, invalidate, purge, flush, figures, close.
 
-These may block, where they say so; an engine's threads have no use for them.
+These may block, where they say so; an engine's threads have no use for them. Those that wait raise
+MisuseError in a transfer's callback (``on_settled``): they would wait for themselves.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Upkeep:
         Raises ConfigError for a tier that this cache has not, and TimeoutError after `timeout`
         seconds; it goes on then.
         """
-        self._check()
+        self._check_waiting()
         check_seconds("a timeout", timeout)
         check_kind("a tier's name", tier, str, ConfigError)
         tiers = self._desk.tiers
@@ -80,7 +81,7 @@ class Upkeep:
         have written, too. Saved anew, the chunks are there again.
         Raises MisuseError for what are no tokens, and no such chunk or time.
         """
-        self._check()
+        self._check_waiting()
         check_first(first)
         check_wait("a timeout", timeout)
         prefix = self._mine(tokens, request)
@@ -101,7 +102,7 @@ class Upkeep:
         Raises MisuseError for what is no digest, and TimeoutError after `timeout` seconds; it
         goes on then.
         """
-        self._check()
+        self._check_waiting()
         digest = self.namespace.digest if digest is None else digest
         _check_digest(digest)
         check_seconds("a timeout", timeout)
@@ -111,7 +112,7 @@ class Upkeep:
 
     def flush(self, *, timeout: float) -> bool:
         """Wait until all saves are published and written down; False when time runs out."""
-        self._check()
+        self._check_waiting()
         check_seconds("a timeout", timeout)
         return self._desk.flush(timeout)
 
@@ -178,6 +179,7 @@ class Upkeep:
         Its pins end. What other caches share with it goes on until the last of them is closed.
         Copies in flight may go on: their slots' memory stays mapped until the last has ended.
         """
+        self._check_here()
         if os.getpid() != self._pid or not self._closing.acquire(blocking=False):
             return
         self._desk.unpin()
@@ -215,6 +217,18 @@ class Upkeep:
         if self._closed:
             raise MisuseError("this cache is closed")
         self._check_process()
+
+    def _check_waiting(self) -> None:
+        """Refuse what waits where that would wait for itself, and all that ``_check`` does."""
+        self._check()
+        self._check_here()
+
+    def _check_here(self) -> None:
+        if self._desk.here():
+            raise MisuseError(
+                "this waits for what the calling thread does: it is a transfer's callback; call it "
+                "from a thread of your own"
+            )
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

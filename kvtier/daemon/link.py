@@ -62,6 +62,7 @@ class Link:
             path, "kvtier-link", watch=self._watch, come_up=self._come_up, gone=self.arena.unmap
         )
         self.report = self._tether.report
+        self.here = self._tether.here
 
     def owner(self, digest: bytes) -> int:
         """Return a number that tells a namespace from others on this link."""

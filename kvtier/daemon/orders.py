@@ -160,6 +160,10 @@ class Orders:
         told = found is not None and isinstance(found[1], answers.Told)
         self._bypass_known = told or not on  # till then it is bypassed here alone
 
+    def here(self) -> bool:
+        """See Desk."""
+        return self.link.here()
+
     def unpin(self) -> None:
         """See Desk."""
         self._left = True

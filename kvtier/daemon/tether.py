@@ -63,6 +63,10 @@ class Tether:
                 os.close(self.wake)
                 self.wake = -1
 
+    def here(self) -> bool:
+        """Say whether the calling thread is this one."""
+        return threading.current_thread() is self._thread
+
     def poke(self) -> None:
         """Let the thread look again."""
         with self._lock:

@@ -44,6 +44,10 @@ class SimFlow:
         self._spawned = 0
         self._closed = False
 
+    def here(self) -> bool:
+        """Say no: there is one thread for all, and what waits there lets the others run."""
+        return False
+
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         """Start a coroutine at a seeded moment among what is ready."""
         if self._closed:
