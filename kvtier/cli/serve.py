@@ -108,9 +108,10 @@ def _run(found: Sequence[Principal], tell: _Teller) -> int:
         for one in found:  # all of them, before a thread runs: a place is taken as its user
             running.append(Supervisor(one.settings, one.path, tell=_news(one, tell)))
             undo.callback(running[-1].close)
+        for supervisor in running:  # all at once: each opens tiers of its own
+            supervisor.begin(lambda: os.eventfd_write(bell, 1))
         for one, supervisor in zip(found, running, strict=True):
-            started = supervisor.start(ended=lambda: os.eventfd_write(bell, 1))
-            tell("ready", **_described(one, supervisor, started))
+            tell("ready", **_described(one, supervisor, supervisor.wait()))
         _notify("READY=1")
         os.read(bell, 8)  # goes on after a signal, which eventfd_read does not
         _notify("STOPPING=1")

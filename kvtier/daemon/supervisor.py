@@ -108,12 +108,22 @@ class Supervisor:
     ) -> Started:
         """Start the server, and go on starting it, on a thread that stays. Blocks until it serves.
 
-        ended: called by that thread when the daemon has ended. Raises ConfigError for what the
-        server cannot be started with, and TimeoutError; all is closed then.
+        See ``begin``, and ``wait``.
         """
+        self.begin(ended)
+        return self.wait(timeout)
+
+    def begin(self, ended: Callable[[], object] | None = None) -> None:
+        """Begin to start the server. ended: called by that thread when the daemon has ended."""
         self._done = self._pool.submit(self._run)
         if ended is not None:
             self._done.add_done_callback(lambda _: ended())
+
+    def wait(self, timeout: float | None = None) -> Started:
+        """Wait until the server serves. Blocks.
+
+        Raises ConfigError for what it cannot be started with, and TimeoutError; all is closed then.
+        """
         try:
             return self._first.result(timeout)
         except BaseException:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 
 import pytest
 
+from kvtier.cli import serve as serve_command
 from kvtier.cli.main import run
 from kvtier.daemon.answers import Answer
 from kvtier.daemon.messages import Figures
+from kvtier.daemon.principals import Principal
+from kvtier.daemon.settings import Settings
+from kvtier.daemon.supervisor import Supervisor
 from kvtier.testing.daemon import running
 from kvtier.testing.rawclient import RawClient
 
@@ -161,3 +166,29 @@ def again(path) -> bool:
             return client.greet().generation == 2
     except (EOFError, ConnectionError):
         return False
+
+
+def test_principals_start_side_by_side(tmp_path, monkeypatch):
+    """Each opens tiers of its own, which may take a while."""
+    calls = []
+    for name in ("begin", "wait"):
+        own = getattr(Supervisor, name)
+
+        def noted(self, *args, name=name, own=own):
+            calls.append(name)
+            return own(self, *args)
+
+        monkeypatch.setattr(Supervisor, name, noted)
+    found = [
+        Principal(name, tmp_path / name, Settings((DRAM,), os.geteuid())) for name in ("one", "two")
+    ]
+    ready = []
+
+    def tell(event, **said):
+        ready.append((event, said.get("principal")))
+        if len(ready) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert serve_command._run(found, tell) == 0
+    assert calls == ["begin", "begin", "wait", "wait"]
+    assert ready == [("ready", "one"), ("ready", "two"), ("ended", None)]
