@@ -16,7 +16,7 @@ from kvtier.errors import ConfigError
 from kvtier.tiers.store import Option, Store
 
 LMDB = "lmdb:/kv?capacity=1GiB"
-BUILT_IN = {"files", "lmdb", "memory", "s3", "valkey"}
+BUILT_IN = {"files", "lmdb", "memory", "mooncake", "s3", "valkey"}
 
 
 # ------------------------------------------------------------------------------------------ right
