@@ -1,9 +1,10 @@
 """Everything about copies between blocks and slots that can be shown without a GPU.
 
 ``python -m kvtier.testing.device --schedules 1000`` runs each hazard on so many schedules, with
-its edges and without one; compiles the copy kernel with each compiler that is here, and runs it on
-the CPU; and changes kernel and planner, one thing at a time, each of which has to show. The last
-line that it prints is a JSON object.
+its edges and without one, and the CUDA device on CPU streams on a tenth of them; compiles the
+copy kernel with each compiler that is here, and runs it on the CPU; and changes kernel and
+planner, one thing at a time, each of which has to show. The last line that it prints is a JSON
+object.
 """
 
 from __future__ import annotations
@@ -15,16 +16,19 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from kvtier.device.nvrtc import kernel_source
+from kvtier.device.paths import PATHS, Way
 from kvtier.testing.compilers import NOT_RUN, compilers
-from kvtier.testing.hazards import HAZARDS, examine
+from kvtier.testing.hazards import AT_ONCE, HAZARDS, Examined, examine
 from kvtier.testing.kernel_mutants import HARMLESS, kernel_mutants
 from kvtier.testing.kernels import build, compiler, right, survivors
 from kvtier.testing.planner_mutants import planner_holds, planner_mutants
 
 __all__ = ["kernels_alive", "planners_alive"]
+
+_FEWER: Final = 10  # schedules of each way of the CUDA device
 
 
 def kernels_alive(every: int = 1) -> tuple[list[str], int]:
@@ -89,12 +93,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows.append(examine(hazard, options.schedules))
         sys.stderr.write(f"{rows[-1].name}: {'good' if rows[-1].good else 'NOT GOOD'}\n")
     report["hazards"] = [asdict(row) for row in rows]
+    ways = {way: _on_way(way, -(-options.schedules // _FEWER)) for way in PATHS}
+    report["cuda_device_on_cpu"] = {
+        way: [asdict(row) for row in found] for way, found in ways.items()
+    }
+    disordered = [row.name for found in ways.values() for row in found if not row.ordered]
+    sys.stderr.write(f"the CUDA device on CPU streams: {disordered or 'good'}\n")
     line = json.dumps(report)
     if options.json:
         options.json.write_text(line + "\n", encoding="utf-8")
     sys.stdout.write(line + "\n")
     wrong = [found for found in built.values() if found != NOT_RUN and not found.get("right", True)]
-    return 0 if not alive and not wrong and all(row.good for row in rows) else 1
+    good = all(row.good for row in rows) and not disordered
+    return 0 if good and not alive and not wrong else 1
+
+
+def _on_way(way: Way, schedules: int) -> list[Examined]:
+    """Run the hazards on the CUDA device, all of whose copies go one way, on CPU streams."""
+    return [examine(one, schedules, way) for one in HAZARDS if one not in AT_ONCE]
 
 
 if __name__ == "__main__":

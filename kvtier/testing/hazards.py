@@ -23,7 +23,7 @@ from kvtier.device.race import Race
 from kvtier.testing.device_rig import BLOCKS, CHUNK, PLANES, Rig, settled, values
 from kvtier.transfer import CopyStatus
 
-__all__ = ["HAZARDS", "Examined", "Hazard", "Outcome", "examine", "run"]
+__all__ = ["AT_ONCE", "HAZARDS", "Examined", "Hazard", "Outcome", "examine", "run"]
 
 Hazard = Callable[[Rig, bool], bool]
 """Runs on a rig, with all edges or without one (False), and says whether the bytes were right."""
@@ -226,6 +226,10 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
 )
 
 
+AT_ONCE: Final[tuple[Hazard, ...]] = (half_a_batch_published,)
+"""Those that a CUDA device refuses when they are enqueued, so that nothing can go wrong later."""
+
+
 # ---------------------------------------------------------------------------------- schedules
 
 
@@ -255,10 +259,13 @@ class Examined:
     @property
     def good(self) -> bool:
         """Say whether nothing is wrong with the edges, and the twin was caught by both."""
+        return self.ordered and self.twin_caught_by_bytes > 0
+
+    @property
+    def ordered(self) -> bool:
+        """Say whether nothing is wrong with the edges, and the checker caught each twin."""
         wrong = self.corrupted or self.accused
-        return not wrong and self.twin_caught_by_checker == self.schedules > 0 < (
-            self.twin_caught_by_bytes
-        )
+        return not wrong and self.twin_caught_by_checker == self.schedules > 0
 
 
 def run(hazard: Hazard, seed: int | None, *, edge: bool, way: Way | None = None) -> Outcome:

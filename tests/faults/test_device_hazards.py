@@ -138,6 +138,9 @@ def test_the_last_line_says_what_was_run_and_what_was_not(tmp_path):
         assert row["twin_caught_by_bytes"] > 0
         assert row["twin_caught_by_checker"] == 20
     assert said["gpu"] == "not run"
+    for found in said["cuda_device_on_cpu"].values():
+        assert len(found) == len(HAZARDS) - 1
+        assert not any(row["corrupted"] or row["accused"] for row in found)
     built = said["compilers"]
     if shutil.which("g++") is None:
         assert said["kernel_mutants_alive"] == "not run"

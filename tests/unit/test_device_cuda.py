@@ -18,7 +18,7 @@ from kvtier.device.paths import DEFAULT, PATHS, Choice
 from kvtier.device.torch_driver import cuda_device
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.cpu_driver import CpuDriver
-from kvtier.testing.hazards import HAZARDS, examine
+from kvtier.testing.hazards import AT_ONCE, HAZARDS, examine
 from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS
 
 SECONDS = 10.0
@@ -122,12 +122,13 @@ def test_without_a_choice_the_table_says():
 @every_way
 @pytest.mark.parametrize(
     "hazard",
-    [one for one in HAZARDS if one.__name__ != "half_a_batch_published"],  # refused when enqueued
+    [one for one in HAZARDS if one not in AT_ONCE],
     ids=lambda hazard: hazard.__name__,
 )
 def test_no_hazard_spoils_bytes_and_the_checker_finds_each_twin(hazard, way):
     found = examine(hazard, 5, way.way)
     assert (found.corrupted, found.accused, found.twin_caught_by_checker) == (0, 0, 5)
+    assert found.ordered
 
 
 def crowd(seed: int) -> bool:

@@ -114,6 +114,10 @@ def test_the_wheel_holds_the_licence_and_the_type_marker(wheel):
         assert any(file.endswith(f".dist-info/licenses/{name}") for file in files)
 
 
+def test_the_wheel_holds_the_copy_kernel_and_what_runs_it_on_a_cpu(wheel):
+    assert {"kvtier/device/copy.cuh", "kvtier/testing/on_cpu.h"} < set(contents(wheel))
+
+
 def test_a_checkout_without_links_builds_the_same_wheel(wheel, tmp_path):
     """Some systems and archives do not keep links."""
     bare = build(copy_checkout(tmp_path / "checkout", links=False), tmp_path / "dist")
