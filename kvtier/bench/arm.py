@@ -105,7 +105,9 @@ class Arm:
         if self._cache is not None:
             chaos = request.chaos
             self._device = CpuDevice() if chaos is None else Checked(ChaosDevice(chaos))
-            self._engine.connect(ReferenceConnector(self._cache, self._engine.kv, self._device))
+            # What a tier takes is the question here, also where it takes longer than computing.
+            connector = ReferenceConnector(self._cache, self._engine.kv, self._device, always=True)
+            self._engine.connect(connector)
 
     def _empty(self, tiers: list[str]) -> None:
         self._running().reset_prefix_cache()

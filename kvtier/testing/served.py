@@ -88,7 +88,7 @@ def main(arguments: Sequence[str]) -> None:
     cache = None
     if url:
         cache = kvtier.open(url, namespace=kvtier.Namespace("small", geometry))
-        engine.connect(ReferenceConnector(cache, engine.kv, device))
+        engine.connect(ReferenceConnector(cache, engine.kv, device, always=True))
     for line in sys.stdin:
         (completion,) = engine.generate([json.loads(line)], Sampling(max_tokens=8))
         while not engine.idle:

@@ -120,7 +120,7 @@ class Serving:
         self.device = CpuDevice()
         options: dict[str, Any] = {"num_blocks": 64, "chunk_tokens": CHUNK, "prefix_cache": False}
         self.engine = Engine(model, **(options | engine))
-        self.connector = ReferenceConnector(self.cache, self.engine.kv, self.device)
+        self.connector = ReferenceConnector(self.cache, self.engine.kv, self.device, always=True)
         self.engine.connect(self.connector)
 
     def answer(

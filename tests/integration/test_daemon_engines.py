@@ -155,7 +155,7 @@ class Tandem:
             self.ranks, chunk_tokens=CHUNK, num_blocks=64, num_states=16, prefix_cache=False
         )
         pages = self.ranks.pages
-        engine.connect(ReferenceConnector(self.cache, None, self.device, pages=pages))
+        engine.connect(ReferenceConnector(self.cache, None, self.device, pages=pages, always=True))
         return engine
 
     def finish(self) -> None:

@@ -51,7 +51,9 @@ class Tandem:
         engine = Engine(self.ranks, chunk_tokens=CHUNK, **(settings | options))
         if cached:
             pages = self.ranks.pages
-            engine.connect(ReferenceConnector(self.cache, None, self.device, pages=pages))
+            engine.connect(
+                ReferenceConnector(self.cache, None, self.device, pages=pages, always=True)
+            )
         return engine
 
     def settle(self, engine: Engine) -> None:
