@@ -345,3 +345,15 @@ def test_the_url_is_read_like_any_other(tmp_path):
         opened("dram:4MiB", f"files:{tmp_path}/kv?capacity={OVERHEAD + 1}B")
     toy: Toy = opened("dram:4MiB", f"files:{tmp_path}/kv?capacity=unbounded")
     toy.close()
+
+
+def test_a_full_directory_goes_on_by_evicting_what_this_host_knows(tmp_path):
+    capacity = OVERHEAD + 300_000
+    toy = opened(dram(64), f"files:{tmp_path}/kv?capacity={capacity}B&admission=through")
+    for seed in range(12):
+        toy.save(f"save {seed}", prompt(400, seed))
+        assert taken(tmp_path / "kv") <= capacity
+        toy.cache.clear("dram")
+        assert toy.load(f"load {seed}", prompt(400, seed))[::2] == (384, True)
+    assert toy.cache.metrics.get("evicted_parts", tier="files") > 0
+    toy.close()
