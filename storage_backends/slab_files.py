@@ -9,6 +9,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from kvtier.errors import MisuseError
@@ -45,6 +46,7 @@ class SegmentFiles:
         self._open: OrderedDict[int, _Open] = OrderedDict()
         self._closed = False
         self._made = False
+        self._leftover: list[Path] = []
         self._scratch = ScratchPool(_SCRATCHES)
         self._syncs = IoPool("lmdb-sync", io.syncs)
 
@@ -145,25 +147,38 @@ class SegmentFiles:
             self._io.fdatasync(descriptor)
 
     def create(self, segment: Segment) -> None:
-        """Make the file of a segment, every byte allocated; nothing remains of a failure."""
+        """Make the file of a segment, all allocated; `sweep` removes what a failure leaves."""
         path = self._directory.path / segment.name
         descriptor = self._io.open(path, self._directory.flags | os.O_CREAT | os.O_EXCL)
         try:
             self._io.fallocate(descriptor, segment.length)
         except OSError:
-            path.unlink(missing_ok=True)
+            self._unlink(path)
             raise
         finally:
             self._io.close(descriptor)
         self._made = True
 
     def remove(self, segment: Segment) -> None:
-        """Remove the file of an empty segment."""
+        """Remove the file of an empty segment, now or by a later `sweep`."""
         with self._guard:
             held = self._open.pop(segment.number, None)
         if held is not None:
             self._io.close(held.descriptor)
-        (self._directory.path / segment.name).unlink(missing_ok=True)
+        self._unlink(self._directory.path / segment.name)
+
+    def _unlink(self, path: Path) -> None:
+        """Remove a file, or keep in mind that it is to be removed."""
+        try:
+            path.unlink(missing_ok=True)
+        except OSError:
+            self._leftover.append(path)
+
+    def sweep(self) -> None:
+        """Remove what could not be removed before: its bytes are not charged, so it goes first."""
+        while self._leftover:
+            self._leftover[-1].unlink(missing_ok=True)
+            self._leftover.pop()
 
     def close(self) -> None:
         """Close all files: those in use when their last call ends."""

@@ -83,17 +83,8 @@ class Index:
         self._path = path
         self._synced = synced
         self._reading = threading.Lock()
-        with _failing("cannot be opened"):
-            self._env = lmdb.Environment(
-                str(path),
-                map_size=size,
-                subdir=False,
-                sync=synced,
-                metasync=False,  # what commit() syncs at its end
-                mode=0o600,
-                readahead=False,
-                lock=False,
-            )
+        self._broken = False
+        self._env = self._opened(size)
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         self.size = self._env.info()["map_size"]
         try:
@@ -101,6 +92,19 @@ class Index:
         except OSError:
             self.close()
             raise
+
+    def _opened(self, size: int) -> lmdb.Environment:
+        with _failing("cannot be opened"):
+            return lmdb.Environment(
+                str(self._path),
+                map_size=size,
+                subdir=False,
+                sync=self._synced,
+                metasync=False,  # what commit() syncs at its end
+                mode=0o600,
+                readahead=False,
+                lock=False,
+            )
 
     def find(self, names: Sequence[RecordId]) -> list[Entry | None]:
         """Return the entry of each record, None where there is none."""
@@ -137,6 +141,9 @@ class Index:
             try:
                 with _failing("cannot be written"):
                     self._transact(todo[done : done + step])
+            except Unavailable:
+                self._break()
+                raise
             except lmdb.MapFullError as error:
                 if step == 1:
                     raise Unavailable(f"index {self._path} is full") from error
@@ -186,6 +193,21 @@ class Index:
         length = os.fstat(self._descriptor).st_size
         if length < self.size:
             raise Unavailable(f"index {self._path} was cut from {self.size} to {length} bytes")
+        if self._broken:
+            self._mend()
+
+    def _break(self) -> None:
+        """Close what a commit has failed in: after some errors LMDB refuses all else for ever."""
+        with self._reading:
+            self._env.close()
+            self._broken = True
+
+    def _mend(self) -> None:
+        """Open it anew, as it was committed last."""
+        with self._reading:
+            if self._broken:
+                self._env = self._opened(self.size)
+                self._broken = False
 
 
 @contextlib.contextmanager

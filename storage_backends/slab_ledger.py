@@ -300,8 +300,10 @@ class Ledger:
         with self._lock:
             taken = self._slabs.take(stride, self._clock())
             segment = None if taken else self._slabs.plan(stride)
-            if segment is None:
-                return taken
+        if segment is None:
+            return taken
+        self._files.sweep()
+        with self._lock:
             self._index.grow(self._slabs.index_for(segment))
         try:
             self._files.create(segment)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,9 +29,6 @@ KEEP_SHARE: Final = 16
 
 _logger = logging.getLogger(__name__)
 _PAGE_OF_ENTRIES = 4096
-_REFUSALS: Final = frozenset(  # of the system, which says nothing about what the index holds
-    (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EACCES, errno.EPERM, errno.EAGAIN)
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +86,8 @@ def _load(directory: SlabDirectory, capacity: int, *, synced: bool) -> tuple[Ind
     try:
         return _read(directory, synced=synced)
     except (Corrupt, Unavailable) as error:
-        refused = getattr(error.__cause__, "code", 0)  # LMDB's own are below zero
-        if refused in _REFUSALS:
+        refused = getattr(error.__cause__, "code", 0)
+        if refused > 0:  # an errno, which says nothing about the index; LMDB's own are below zero
             raise OSError(refused, os.strerror(refused)) from error
         reason = str(error) if isinstance(error, Corrupt) else "unreadable"
         _logger.warning(

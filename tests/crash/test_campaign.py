@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterator
@@ -9,13 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import ConfigError
 from kvtier.storage_backends.slab_files import SegmentFiles
+from kvtier.storage_backends.slab_index import Index
 from kvtier.testing.crash import campaign, damage, kills, power, workload
 from kvtier.testing.crash.campaign import SHORT, run, without_checksums
-from kvtier.testing.crash.tracing import CAN_FAIL, can_trace, trace
+from kvtier.testing.crash.tracing import CAN_FAIL, Call, can_trace, trace
 
 traced = pytest.mark.skipif(
     not can_trace(), reason="this system does not let a process trace its children"
+)
+failable = pytest.mark.skipif(
+    not (CAN_FAIL and can_trace()), reason="system calls can be made to fail on x86-64 only"
 )
 
 
@@ -35,6 +42,7 @@ def test_a_few_dozen_of_each() -> None:
     assert found["flips"] > 400
     assert found["kill_points"] >= 48
     assert found["acked"] > 500
+    assert not CAN_FAIL or not totals.traced or found["failed_calls"] >= 12
     assert not totals.traced or (found["power_losses"] >= 32 and found["lying_syncs"] > 50)
     assert found["control_wrong_bytes"] > 50, "without checksums, wrong bytes would be served"
 
@@ -74,6 +82,44 @@ def test_an_acknowledgement_before_the_commit_is_found_out(
     assert found.counts["lost"] > 0
 
 
+@failable
+def test_twin_an_index_that_is_not_opened_anew_never_heals(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LMDB refuses all else once it could not write its meta page."""
+    monkeypatch.setattr(Index, "_break", lambda _: None)
+    found = kills.failing_calls(base, "each", 24, 0, 1)
+    assert found.counts["deaths"] > 0, "the writer found that it does not heal"
+
+
+@failable
+@pytest.mark.parametrize("code", [errno.EINTR, errno.EIO, errno.ENFILE])
+def test_an_index_that_cannot_be_opened_just_now_is_not_given_up(base: Path, code: int) -> None:
+    there = set(_names(base))
+
+    def visit(call: Call) -> int | None:
+        index = call.name == "openat" and call.text(1).endswith("index.lmdb")
+        writes = index and call.arguments[2] & os.O_RDWR
+        return code if writes and call.result is None else None
+
+    def work() -> None:
+        with contextlib.suppress(ConfigError):
+            workload.open_store(base, "each")
+            os._exit(9)
+
+    assert trace(work, visit) == 0
+    assert len(there) > 5
+    assert set(_names(base)) == there
+
+
+def _names(folder: Path) -> list[bytes]:
+    store = workload.open_store(folder, "each")
+    try:
+        return [header.id for header in store.scan()]
+    finally:
+        store.close()
+
+
 # ---- the tracer
 
 
@@ -94,8 +140,7 @@ def test_every_call_that_changes_a_file_is_seen(tmp_path: Path) -> None:
     assert changing == ["pwrite64", "fdatasync", "rename", "unlink"]
 
 
-@traced
-@pytest.mark.skipif(not CAN_FAIL, reason="calls can be made to fail on x86-64 only")
+@failable
 def test_a_call_can_be_made_to_fail(tmp_path: Path) -> None:
     def work() -> None:
         descriptor = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)

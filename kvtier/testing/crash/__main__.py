@@ -4,9 +4,10 @@
 
 Under ``batch`` and ``each``, processes that write are killed at each system call that changes a
 file, at each named step, and while they recover; power is lost at any moment of a recorded run, on
-disks that sync and on disks that lie; files are flipped, cut, swapped and put back. After each,
-everything is read as a Tier reads it. The last line is a JSON object; the exit status is 0 only if
-nothing was wrong and the control, in which checksums are not compared, shows wrong bytes.
+disks that sync and on disks that lie; calls fail; files are flipped, cut, swapped and put back.
+After each, everything is read as a Tier reads it. The last line is a JSON object; the exit status
+is 0 only if nothing was wrong and the control, in which checksums are not compared, shows wrong
+bytes.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import selectors
 import tempfile
@@ -17,7 +18,7 @@ import msgspec
 
 from kvtier.testing.crash import damage, kills, power
 from kvtier.testing.crash.judge import Findings
-from kvtier.testing.crash.tracing import can_trace
+from kvtier.testing.crash.tracing import CAN_FAIL, can_trace
 from kvtier.tiers import exact
 
 __all__ = ["MODES", "SHORT", "WHOLE", "Amounts", "Totals", "in_memory", "run", "without_checksums"]
@@ -33,6 +34,7 @@ class Amounts(msgspec.Struct, frozen=True):
     torn_calls: int
     steps: int
     recoveries: int
+    failing: int
     power_losses: int
     lying_images: int
     live: dict[str, int]
@@ -45,6 +47,7 @@ WHOLE: Final = Amounts(
     torn_calls=200,
     steps=150,
     recoveries=50,
+    failing=200,
     power_losses=400,
     lying_images=200,
     live={"flips": 9_500, "truncations": 800, "swaps": 500},
@@ -56,6 +59,7 @@ SHORT: Final = Amounts(
     torn_calls=12,
     steps=12,
     recoveries=6,
+    failing=6,
     power_losses=16,
     lying_images=10,
     live={"flips": 200, "truncations": 40, "swaps": 40},
@@ -112,6 +116,7 @@ class Totals:
             "swaps": found["swaps"],
             "older_copies": found["older"],
             "torn": found["torn"],
+            "failed_calls": found["failed_calls"],
             "power_losses": found["power_losses"],
             "lying_syncs": found["lying_syncs"],
             "lying_images": found["lying_images"],
@@ -180,6 +185,8 @@ def _tasks(amounts: Amounts, *, traced: bool) -> Iterator[Task]:
             "power losses": amounts.power_losses,
             "lying syncs": amounts.lying_images,
         }
+        if CAN_FAIL:
+            series["failing calls"] = amounts.failing
     else:  # kill at more steps instead
         series["steps"] += amounts.calls + amounts.torn_calls + amounts.recoveries
     series |= {f"live {kind}": count for kind, count in amounts.live.items()}
@@ -192,20 +199,22 @@ def _tasks(amounts: Amounts, *, traced: bool) -> Iterator[Task]:
 
 def _do(task: Task, bases: Sequence[Path]) -> Findings:
     base, mode = bases[-1], task.mode
-    share = (base, mode, task.most, task.offset, task.stride)
     first, _, kind = task.series.partition(" ")
     count = (task.most + task.stride - 1 - task.offset) // task.stride
     if first == "live":
         return damage.while_open(base, mode, kind, count, task.offset)
     if first == "resting":
         return damage.at_rest(list(bases), mode, kind, count, task.offset)
-    if kind in {"losses", "syncs"}:
-        return power.power_losses(*share, lying=kind == "syncs")
-    if first == "steps":
-        return kills.at_steps(*share)
-    if first == "recoveries":
-        return kills.while_recovering(*share)
-    return kills.at_calls(*share, torn=first == "torn")
+    series: dict[str, Callable[[Path, str, int, int, int], Findings]] = {
+        "calls": functools.partial(kills.at_calls, torn=False),
+        "torn calls": functools.partial(kills.at_calls, torn=True),
+        "steps": kills.at_steps,
+        "recoveries": kills.while_recovering,
+        "failing calls": kills.failing_calls,
+        "power losses": functools.partial(power.power_losses, lying=False),
+        "lying syncs": functools.partial(power.power_losses, lying=True),
+    }
+    return series[task.series](base, mode, task.most, task.offset, task.stride)
 
 
 # ---- processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import shutil
@@ -13,14 +14,15 @@ from typing import Final, NamedTuple
 from kvtier.errors import Unavailable
 from kvtier.storage_backends.slab import FileIO
 from kvtier.testing.crash import workload
-from kvtier.testing.crash.judge import Findings, judge
+from kvtier.testing.crash.judge import Findings, Verdict, judge
 from kvtier.testing.crash.steps import PieceIO, Steps, stepping
 from kvtier.testing.crash.tracing import KILL, Call, fork_and_wait, trace
 
-__all__ = ["at_calls", "at_steps", "while_recovering"]
+__all__ = ["at_calls", "at_steps", "failing_calls", "while_recovering"]
 
 _TURNS: Final = 30
 _TORN_TURNS: Final = 12
+_ERRORS: Final = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR)
 
 
 class Point(NamedTuple):
@@ -160,6 +162,72 @@ def while_recovering(base: Path, durability: str, most: int, offset: int, stride
         _judge(findings, base, folder, durability, f"{durability}, call {at} of the recovery")
     shutil.rmtree(crashed)
     return findings
+
+
+def failing_calls(base: Path, durability: str, most: int, offset: int, stride: int) -> Findings:
+    """Let one of a writer's calls fail, or several in a row; judge what it goes on to leave.
+
+    It must go on, work again when calls no longer fail, and lose nothing that is durable.
+    """
+    findings = Findings()
+    folder = base.with_name(f"case-{os.getpid()}")
+
+    def work() -> None:
+        workload.work_on_a_bad_disk(folder, durability, _TURNS, 5)
+
+    copied(base, folder)
+    counting = _Failing(folder, 0, 0, 0)
+    if status := trace(work, counting.visit):
+        raise Unavailable(f"the writer ended with {status} though nothing failed")
+    for at in spread(counting.seen, most, offset, stride):
+        copied(base, folder)
+        failing = _Failing(folder, at, _ERRORS[at % len(_ERRORS)], 1 if at % 3 else 12)
+        status = trace(work, failing.visit)
+        case = f"{durability}, {failing.said} at call {at}"
+        findings.counts["failed_calls"] += failing.failed
+        if status:
+            died = Verdict(deaths=1, notes=[f"the writer ended with {status}"])
+            findings.add(case, died)
+        _judge(findings, base, folder, durability, case)
+    return findings
+
+
+class _Failing:
+    """Lets calls on one folder fail: from the `at`-th on as many as `times`, until it is healed."""
+
+    def __init__(self, folder: Path, at: int, code: int, times: int) -> None:
+        self._folder, self._log = str(folder), str(workload.log_of(folder))
+        self._at, self._code, self._times = at, code, times
+        self._healed = False
+        self.seen = self.failed = 0
+        self.said = "nothing"
+
+    def visit(self, call: Call) -> int | None:
+        """See Visitor."""
+        if call.result is not None or not call.changes:
+            return None
+        place = _place(call)
+        if place == self._log and call.memory(call.arguments[1], 2) == workload.HEALED:
+            self._healed = True
+        if self._healed or not place.startswith(f"{self._folder}/"):
+            return None
+        self.seen += 1
+        if not self._at or not self._at <= self.seen < self._at + self._times:
+            return None
+        self.failed += 1
+        if self.failed == 1:
+            name = errno.errorcode[self._code]
+            self.said = f"{name} {self._times} times from {call.name} of {Path(place).name} on"
+        return self._code
+
+
+def _place(call: Call) -> str:
+    """Return the path that a call is about."""
+    if call.name in ("unlink", "rename", "open", "truncate", "mkdir", "creat"):
+        return call.text(0)
+    if call.name in ("openat", "unlinkat", "renameat", "renameat2", "mkdirat"):
+        return call.text(1)
+    return call.path()
 
 
 def acked_before(base: Path, durability: str) -> int:

@@ -2,11 +2,14 @@
 
 A writer notes each intention with a small letter before it calls the store, and each OK with a
 capital one after it: ``w 3 17`` begins to write version 17 of name 3, ``W 3 17`` is its OK, ``d``
-and ``D`` are deletions. ``C`` says that by the mode's word all before it is durable.
+and ``D`` are deletions. ``C`` says that by the mode's word all before it is durable. On a disk
+that fails, ``x 3 17`` says that the store did not take it, and ``F`` that a commit was given up:
+what was acknowledged before it, and was not durable by then, is lost.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import random
@@ -17,14 +20,17 @@ from typing import Final
 
 from msgspec import structs
 
+from kvtier.errors import ConfigError, Unavailable
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import FileIO
+from kvtier.storage_backends.slab_ledger import Batch
 from kvtier.testing.records import make_record
 from kvtier.tiers.store import Status, Write
 
 __all__ = [
     "CAPACITY",
     "GONE",
+    "HEALED",
     "NAMES",
     "Clock",
     "Told",
@@ -34,11 +40,14 @@ __all__ = [
     "record_of",
     "told",
     "work",
+    "work_on_a_bad_disk",
 ]
 
 CAPACITY: Final = 3 << 20
 NAMES: Final = 24
 GONE: Final = -1
+HEALED: Final = b"H\n"
+_QUARANTINE: Final = 30.0
 _SIZES: Final = (5_000, 90_000, 30_000, 5_000)
 _BATCH: Final = 3
 
@@ -85,14 +94,48 @@ def work(folder: Path, durability: str, turns: int, seed: int, io: FileIO | None
 
     It is the writer that gets killed, so it starts no threads.
     """
-    log = os.open(log_of(folder), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    clock = Clock()
-    try:
+    with _noted(folder) as log:
+        clock = Clock()
         writer = _Writer(open_store(folder, durability, io, clock), log, clock, seed)
         for turn in range(turns):
             writer.turn(turn)
         writer.store.close()
         os.write(log, b"C\n")
+
+
+def work_on_a_bad_disk(folder: Path, durability: str, turns: int, seed: int) -> None:
+    """Do the same where calls fail; after the note HEALED they do not, and all has to work."""
+    with _noted(folder) as log:
+        clock = Clock()
+        try:
+            writer = _Writer(open_store(folder, durability, None, clock), log, clock, seed)
+        except ConfigError:
+            return  # it says why, and the next one may try
+        ledger = writer.store._ledger
+        withdraw = ledger._withdraw
+
+        def telling(batch: Batch) -> None:
+            withdraw(batch)
+            os.write(log, b"F\n")
+
+        vars(ledger)["_withdraw"] = telling
+        for turn in range(turns):
+            writer.turn(turn)
+        os.write(log, HEALED)
+        clock.now += _QUARANTINE
+        failed = writer.failed
+        for turn in range(turns, turns + 6):
+            writer.turn(turn)
+        assert writer.failed == failed, "it does not heal"
+        writer.store.close()
+        os.write(log, b"C\n")
+
+
+@contextlib.contextmanager
+def _noted(folder: Path) -> Iterator[int]:
+    log = os.open(log_of(folder), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    try:
+        yield log
     finally:
         os.close(log)
 
@@ -110,6 +153,7 @@ class _Writer:
         self._choose = random.Random(seed)
         self._there = [header.depth % NAMES for header in store.scan()]
         self._version = 1000 * seed
+        self.failed = 0
 
     def turn(self, turn: int) -> None:
         """Write one record, or several at once; delete one in some turns."""
@@ -121,31 +165,51 @@ class _Writer:
         self._clock.now += 0.1
         if turn % 3 == 2:
             self._clock.now += 1.0  # longer than ``batch`` lets anything wait
-            self.store.delete_many([])
+            self._settle()
             os.write(self._log, b"C\n")
+
+    def _settle(self) -> None:
+        with contextlib.suppress(Unavailable):
+            self.store.delete_many([])
 
     def _write(self, numbers: Sequence[int]) -> None:
         self._version += 1
         version, left = self._version, list(numbers)
         while left:
-            os.write(self._log, b"".join(b"w %d %d\n" % (number, version) for number in left))
-            said = self.store.write_many([record_of(number, version) for number in left])
-            done = [
-                number for number, status in zip(left, said, strict=True) if status is Status.OK
-            ]
-            os.write(self._log, b"".join(b"W %d %d\n" % (number, version) for number in done))
-            self._there = [other for other in self._there if other not in done] + done
-            left = [number for number in left if number not in done]
+            self._note("w", left, version)
+            try:
+                said = self.store.write_many([record_of(number, version) for number in left])
+            except Unavailable:
+                said = [Status.FAILED] * len(left)
+            of: dict[Status, list[int]] = {status: [] for status in Status}
+            for number, status in zip(left, said, strict=True):
+                of[status].append(number)
+            self._note("W", of[Status.OK], version)
+            self._note("x", of[Status.FAILED], version)
+            self.failed += len(of[Status.FAILED])
+            changed = [number for number in left if number not in of[Status.FULL]]
+            self._there = [other for other in self._there if other not in changed]
+            self._there += of[Status.OK]
+            left = of[Status.FULL]
+            if left and not self._there:
+                return  # nothing is left to make room with
             if left:
-                assert Status.FAILED not in said, said
-                assert self._there, "it is full of nothing"
                 self._delete(self._there[0])
 
     def _delete(self, number: int) -> None:
-        os.write(self._log, b"d %d -1\n" % number)
-        if self.store.delete_many([record_of(number, 0).header.id]) == [Status.OK]:
-            os.write(self._log, b"D %d -1\n" % number)
+        self._note("d", [number], GONE)
+        try:
+            (said,) = self.store.delete_many([record_of(number, 0).header.id])
+        except Unavailable:
+            said = Status.FAILED
+        self._note("x" if said is Status.FAILED else "D", [number], GONE)
+        self.failed += said is Status.FAILED
         self._there.remove(number)
+
+    def _note(self, verb: str, numbers: Sequence[int], version: int) -> None:
+        if numbers:
+            lines = "".join(f"{verb} {number} {version}\n" for number in numbers)
+            os.write(self._log, lines.encode())
 
 
 # ---- judging
@@ -168,25 +232,35 @@ class Told:
 
 
 def told(log: str, durability: str) -> Told:
-    """Read the notes of a writer that was killed."""
+    """Read the notes of a writer that was killed, or whose disk has failed."""
     found = Told()
     last: dict[int, int] = dict.fromkeys(range(NAMES), GONE)
-    waiting = 0
+    fresh: set[int] = set()  # acknowledged since the last C
+    loose: set[int] = set()  # of which an acknowledgement, or a failure, was given up
     for verb, number, version in _lines(log):
         if verb == "C":
-            found.durable = {name: {one} for name, one in last.items()}
-            found.acked += waiting
-            waiting = 0
-        elif verb.islower():
+            for name in set(range(NAMES)) - loose:
+                found.durable[name] = {last[name]}
+            found.acked += len(fresh) if durability != "each" else 0
+            fresh.clear()
+        elif verb == "F" and durability != "each":
+            for name in fresh:
+                found.durable[name] |= {GONE}
+            loose |= fresh
+            fresh.clear()
+        elif verb == "x":
+            found.durable[number] |= {GONE}
+            loose.add(number)
+        elif verb in "wd":
             found.durable[number] |= {version}
             found.written[number] |= {version} - {GONE}
-        else:
+        elif verb in "WD":
             last[number] = version
-            waiting += 1
+            loose.discard(number)
+            fresh.add(number)
             if durability == "each":
                 found.durable[number] = {version}
-                found.acked += waiting
-                waiting = 0
+                found.acked += 1
     return found
 
 

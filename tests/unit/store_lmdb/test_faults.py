@@ -146,3 +146,33 @@ def test_read_tells_why_in_the_log(opened: Any, caplog: pytest.LogCaptureFixture
         io.fail("read", errno.EIO, times=1)
         assert store.read_many([record.header.id], [aligned(8192)])[0].status is FAILED
     assert caplog.text.count("Input/output error") == 1
+
+
+def test_a_file_that_could_not_be_removed_goes_before_the_next_is_made(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its bytes are no longer charged, and its name would be taken again."""
+    io = FaultyIO()
+    store = opened(16 * MIB, durability="each", io=io)
+    assert store.write_many([make_record(1, 5000)]) == [OK]
+    unlink = Path.unlink
+
+    def refuse(path: Path, *, missing_ok: bool = False) -> None:
+        if path.suffix == ".seg":
+            raise OSError(errno.EROFS, "injected", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", refuse)
+        io.fail("allocate", errno.EIO)
+        assert store.write_many([make_record(2, 60_000)]) == [FAILED]
+        io.heal()
+        assert store.write_many([make_record(2, 60_000)]) == [FAILED]
+        assert len(list(opened.folder.glob("*.seg"))) == 2
+    for number, size in ((3, 90_000), (2, 60_000)):
+        assert store.write_many([make_record(number, size)]) == [OK]
+    assert len(list(opened.folder.glob("*.seg"))) == 3
+    store.close()
+    store = opened(16 * MIB)
+    assert sorted(header.depth for header in store.scan()) == [1, 2, 3]
+    assert opened.disk_bytes() <= 16 * MIB
