@@ -54,33 +54,46 @@ def describe(copies: Sequence[Copy], index: int = 0, groups: int = 1) -> Runs:
     index: which of so many groups of planes, see ``group_planes``.
     Raises MisuseError where blocks do not match their slot, or are not among the pages.
     """
-    none = (np.empty(0, np.uint64),) * 3
-    found = [_described(copy, group_planes(copy.pages.shape[0], index, groups)) for copy in copies]
-    return Runs(*(np.concatenate(row) for row in zip(none, *found, strict=True)))
+    each = [_placed(copy, group_planes(copy.pages.shape[0], index, groups)) for copy in copies]
+    total = sum(len(planes) * len(blocks) for (planes, blocks), _, _ in each)
+    runs = Runs(*np.empty((3, total), np.uint64))
+    at = 0
+    for pages, slots, size in each:
+        shape = (len(pages[0]), len(pages[1]))
+        here = slice(at, at + shape[0] * shape[1])
+        np.add(pages[0][:, None], pages[1], out=runs.pages[here].reshape(shape))
+        np.add(slots[0][:, None], slots[1], out=runs.slots[here].reshape(shape))
+        runs.nbytes[here] = size
+        at = here.stop
+    return runs
 
 
-def _described(copy: Copy, planes: slice) -> tuple[Numbers, Numbers, Numbers]:
-    count, blocks, size = copy.pages.shape
-    if copy.slot.shape != (count, len(copy.blocks), size):
+_Places = tuple[Numbers, Numbers]
+"""Where planes begin, and how far into one its blocks do."""
+
+
+def _placed(copy: Copy, planes: slice) -> tuple[_Places, _Places, int]:
+    """Return the places of a copy's blocks, in the pages and in the slot, and their bytes."""
+    count, among, size = copy.pages.shape
+    blocks = copy.blocks
+    if copy.slot.shape != (count, len(blocks), size):
         raise MisuseError(
-            f"{len(copy.blocks)} blocks of {copy.pages.shape} do not match their slot "
-            f"{copy.slot.shape}"
+            f"{len(blocks)} blocks of {copy.pages.shape} do not match their slot {copy.slot.shape}"
         )
-    ids = np.array(copy.blocks, np.int64)
-    kept = np.flatnonzero(ids != HOLE)
-    ids = ids[kept]
-    if len(ids) and not 0 <= ids.min() <= ids.max() < blocks:
-        raise MisuseError(f"blocks {ids.min()} to {ids.max()} do not match pages of {blocks}")
-    pages = _addresses(copy.pages, planes, ids)
-    return pages, _addresses(copy.slot, planes, kept), np.full(len(pages), size, np.uint64)
+    low, high = min(blocks, default=HOLE), max(blocks, default=HOLE)
+    if not HOLE <= low <= high < among:
+        raise MisuseError(f"blocks {low} to {high} do not match pages of {among}")
+    ids = np.array(blocks, np.int64)
+    places = np.flatnonzero(ids != HOLE)
+    pages = _addresses(copy.pages, planes, ids[places])
+    return pages, _addresses(copy.slot, planes, places), size
 
 
-def _addresses(array: NDArray[np.uint8], planes: slice, places: NDArray[np.int64]) -> Numbers:
-    """Return where places of some planes begin, plane by plane."""
+def _addresses(array: NDArray[np.uint8], planes: slice, places: NDArray[np.int64]) -> _Places:
     base = int(array.__array_interface__["data"][0])
     along, across, _ = array.strides
-    starts = np.arange(planes.start, planes.stop, dtype=np.int64) * along + base
-    return (starts[:, None] + places * across).ravel().view(np.uint64)
+    starts = np.arange(planes.start, planes.stop) * along + base
+    return starts.view(np.uint64), (places * across).view(np.uint64)
 
 
 def joined(runs: Runs) -> Runs:
@@ -88,6 +101,8 @@ def joined(runs: Runs) -> Runs:
     begins = np.ones(len(runs), np.bool_)
     begins[1:] = runs.pages[:-1] + runs.nbytes[:-1] != runs.pages[1:]
     begins[1:] |= runs.slots[:-1] + runs.nbytes[:-1] != runs.slots[1:]
+    if begins.all():
+        return runs
     at = np.flatnonzero(begins)
     return Runs(runs.pages[at], runs.slots[at], np.add.reduceat(runs.nbytes, at))
 
@@ -96,6 +111,8 @@ def cut(runs: Runs, most: int = CUT_BYTES) -> Runs:
     """Return the runs in pieces of at most so many bytes, a multiple of a vector's."""
     if most <= 0 or most % _VECTOR_BYTES:
         raise MisuseError(f"pieces of {most} bytes would not stay aligned")
+    if runs.nbytes.max(initial=0) <= most:
+        return runs
     pieces = -(-runs.nbytes.astype(np.int64) // most)
     first = np.repeat(np.cumsum(pieces) - pieces, pieces)
     done = ((np.arange(pieces.sum()) - first) * most).view(np.uint64)

@@ -94,6 +94,7 @@ def _refusals() -> Iterator[tuple[type[Exception], str, Callable[[], object]]]:
         copy = Copy(pages, blocks, part)
         yield MisuseError, "do not match", partial(describe, [copy])
         yield MisuseError, "do not match", partial(describe, [copy, copy], 1, 4)
+    yield MisuseError, "do not match", partial(describe, [Copy(pages[:, :0], (0,), slot[:, :1])])
     for most in (0, -16, 8, 24):
         yield MisuseError, "aligned", partial(cut, describe([]), most)
     good = np.zeros((4, 5, 64), np.uint16)
@@ -127,9 +128,12 @@ def _plain_facts() -> bool:
         192,
     ]
     pieces = cut(Runs(*(np.array([n], np.uint64) for n in (1000, 5000, 40))), 16)
+    apart = describe([Copy(pages, (1, 3), slot[:, :2])])
     lone = np.lib.stride_tricks.as_strided(pages, (1, 2, 6, 1, 32), (7, 192, 32, 9, 1))
     return (
         rows == by_hand
+        and joined(apart) is apart  # what does not have to be touched costs nothing
+        and cut(apart, 32) is apart
         and byte_pages(lone, 2, 32).strides == pages.strides
         and pieces.pages.tolist() == [1000, 1016, 1032]
         and pieces.slots.tolist() == [5000, 5016, 5032]
