@@ -122,8 +122,10 @@ class FilesStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Durable and shared; bounded if it was given a capacity."""
-        return Capabilities(durable=True, shared=True, bounded=self._bounded, overhead=OVERHEAD)
+        """Durable, shared and ranged; bounded if it was given a capacity."""
+        return Capabilities(
+            durable=True, shared=True, ranged=True, bounded=self._bounded, overhead=OVERHEAD
+        )
 
     def footprint(self, stored_bytes: int) -> int:
         """Return the bytes of a record's file and of its name."""

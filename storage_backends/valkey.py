@@ -105,7 +105,7 @@ class ValkeyStore:
     @property
     def capabilities(self) -> Capabilities:
         """Shared; self-evicting unless the server says that it never evicts. The Tier counts."""
-        return Capabilities(shared=True, self_evicting=self._evicts, ranged=True)
+        return Capabilities(shared=True, self_evicting=self._evicts)
 
     def footprint(self, stored_bytes: int) -> int:
         """Return the bytes of key and value, and what the server needs to keep them."""
