@@ -4,9 +4,10 @@
     … --recorded           only what is said to the connector again, without vLLM: any Python
     … --record             write that down anew, from the vLLM that is installed
 
-Real vLLM on CPU, with a random model; `make engines` installs it. In every round a process
-without the connector and one with it have their turn, with the same prompts. Their pools of KV are
-written to beforehand, so that no page is touched for the first time while it is timed.
+Real vLLM on CPU, with a random model; `make engines` installs it. All is measured in one process:
+two processes of the same vLLM differ by more than what is looked for. In every round it serves
+prompts without the connector, which is taken out of it for that time, and others with it. Its pool
+of KV is written to beforehand, so that no page is touched for the first time while it is timed.
 
 scheduler_us_per_step      time in the connector on the scheduler's thread, of the steps in which
                            64 requests are running; what admits and hashes a new one is apart.
@@ -33,7 +34,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from kvtier.testing.vllm_record import Recorder, Replay, read_record, write_record
+from kvtier.testing.vllm_record import (
+    Recorder,
+    Replay,
+    read_record,
+    without_connector,
+    write_record,
+)
 
 RUNNING = 64
 PROMPT, OUTPUT = 288, 48  # a whole chunk, so that there is something to save
@@ -103,7 +110,7 @@ class Watch:
         setattr(self._scheduler.connector, name, timed)
 
 
-def started(folder: str, arm: str) -> Any:
+def started(folder: str) -> Any:
     """Start vLLM, its pool of KV resident."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
@@ -123,7 +130,7 @@ def started(folder: str, arm: str) -> Any:
         max_num_seqs=RUNNING,
         block_size=BLOCK,
         seed=0,
-        kv_transfer_config=transfer if arm == "kvtier" else None,
+        kv_transfer_config=transfer,
         disable_log_stats=False,
     )
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
@@ -133,13 +140,13 @@ def started(folder: str, arm: str) -> Any:
 
 
 class Child:
-    """One arm in this process, told what to do a line at a time."""
+    """vLLM in this process, told what to do a line at a time."""
 
-    def __init__(self, folder: str, arm: str) -> None:
+    def __init__(self, folder: str) -> None:
         import vllm
 
         self.vllm = vllm
-        self.llm = started(folder, arm)
+        self.llm = started(folder)
         self.scheduler = self.llm.llm_engine.engine_core.engine_core.scheduler
         self.connector = self.scheduler.connector
         self.drawn = random.Random(0)
@@ -160,16 +167,23 @@ class Child:
 
     def serve(self) -> dict[str, Any]:
         """Serve prompts that share nothing; what was saved is published before this returns."""
-        watch = Watch(self.scheduler) if self.connector is not None else None
-        seconds, cpu = self.answer(self.prompts(RUNNING, PROMPT), OUTPUT)
-        found: dict[str, Any] = {"tokens_per_s": RUNNING * OUTPUT / seconds, "cpu_s": cpu}
-        found["ms_per_step"] = seconds * 1000 / (OUTPUT + 1)
-        if watch is not None:
-            found["step_us"] = [step * 1e6 for n, step, _ in watch.steps if n == RUNNING]
-            found["request_us"] = [request * 1e6 for _, _, request in watch.steps if request]
-            watch.end()
-            self.connector.cache.flush(timeout=60)
+        watch = Watch(self.scheduler)
+        found = self._served()
+        watch.end()
+        found["step_us"] = [step * 1e6 for n, step, _ in watch.steps if n == RUNNING]
+        found["request_us"] = [request * 1e6 for _, _, request in watch.steps if request]
+        self.connector.cache.flush(timeout=60)
         return found
+
+    def without(self) -> dict[str, Any]:
+        """Serve such prompts as if there were no connector."""
+        with without_connector(self.scheduler):
+            return self._served()
+
+    def _served(self) -> dict[str, Any]:
+        seconds, cpu = self.answer(self.prompts(RUNNING, PROMPT), OUTPUT)
+        rate, step = RUNNING * OUTPUT / seconds, seconds * 1000 / (OUTPUT + 1)
+        return {"tokens_per_s": rate, "cpu_s": cpu, "ms_per_step": step}
 
     def warm(self) -> dict[str, Any]:
         """Time a prompt that vLLM has, and that kvtier has, in turns."""
@@ -201,10 +215,10 @@ class Child:
         self.llm.llm_engine.engine_core.shutdown()
 
 
-class Arm:
+class Served:
     """A child's process, seen from here. A context manager."""
 
-    def __init__(self, folder: str, arm: str) -> None:
+    def __init__(self, folder: str) -> None:
         environment = {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
@@ -215,7 +229,7 @@ class Arm:
             "VLLM_LOGGING_LEVEL": "ERROR",
             "VLLM_NO_USAGE_STATS": "1",
         }
-        words = [sys.executable, __file__, "--child", folder, arm]
+        words = [sys.executable, __file__, "--child", folder]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             words, env=environment, stdin=pipe, stdout=pipe, text=True, bufsize=1
@@ -237,14 +251,13 @@ class Arm:
 
 
 def measured(folder: str, rounds: int) -> dict[str, Any]:
-    """Let both arms have their turn in every round, the other one first each time."""
-    with Arm(folder, "none") as none, Arm(folder, "kvtier") as kvtier:
+    """Serve with the connector and without in every round, the other one first each time."""
+    with Served(folder) as vllm:
         served = []
         for turn in range(rounds + 1):
-            arms = [("none", none), ("kvtier", kvtier)]
-            order = arms if turn % 2 else arms[::-1]
-            served.append({name: arm.ask("serve") for name, arm in order})
-        return report(served[1:], kvtier.ask("warm"))  # the first one warms up
+            ways = ("without", "serve") if turn % 2 else ("serve", "without")
+            served.append({way: vllm.ask(way) for way in ways})
+        return report(served[1:], vllm.ask("warm"))  # the first one warms up
 
 
 def replayed() -> tuple[list[float], list[float]]:
@@ -267,7 +280,7 @@ def spread(values: list[float]) -> dict[str, float]:
 
 def report(rounds: list[dict[str, dict[str, Any]]], warm: dict[str, Any]) -> dict[str, Any]:
     """Put the rounds together."""
-    pairs = [(one["kvtier"], one["none"]) for one in rounds]
+    pairs = [(one["serve"], one["without"]) for one in rounds]
     ratios = [one["tokens_per_s"] / other["tokens_per_s"] for one, other in pairs]
     own, dram = (statistics.median(warm[name]) for name in ("own", "dram"))
     return {
@@ -302,8 +315,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             make_model(folder)
             if given.record:
-                with Arm(folder, "kvtier") as arm:
-                    arm.ask("record")
+                with Served(folder) as vllm:
+                    vllm.ask("record")
                 return
             found |= measured(folder, given.rounds)
     print(json.dumps(found, indent=1))

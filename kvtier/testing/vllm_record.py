@@ -6,9 +6,10 @@ calls in their order. A request's state goes with each call, as vLLM had it then
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Final
@@ -20,7 +21,7 @@ from kvtier.connectors.vllm_step import Ended, StepPlans
 from kvtier.copyplan import CopyPlan
 from kvtier.identity.namespace import Namespace
 
-__all__ = ["Recorder", "Replay", "read_record", "write_record"]
+__all__ = ["Recorder", "Replay", "read_record", "without_connector", "write_record"]
 
 _VERSION: Final = 1
 
@@ -240,6 +241,19 @@ def _request(name: str, tokens: list[int]) -> SimpleNamespace:
         resumable=False,
         skip_reading_prefix_cache=False,
     )
+
+
+@contextlib.contextmanager
+def without_connector(scheduler: Any) -> Iterator[None]:
+    """Take the connector out of an idle vLLM, all in one process, and put it back in the end."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    connector, worker = scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
+    scheduler.connector = kv_transfer_state._KV_CONNECTOR_AGENT = None
+    try:
+        yield
+    finally:
+        scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT = connector, worker
 
 
 def write_record(record: Mapping[str, Any], path: Path) -> None:
