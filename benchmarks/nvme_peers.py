@@ -1,7 +1,7 @@
 """What `benchmarks/nvme.py` measures beside each other: the store, its peers, and fio.
 
 All keep the same records, checksums included: xxh3_128 of each payload before it is written and
-after it was read. All but fio sync what was written every 64 MiB and at the end of a pass.
+after it was read. All but fio sync what was written every 256 MiB and at the end of a pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvtier.testing.records import NAMESPACE
 from kvtier.tiers.store import Status, Write
 
 PAGE = 4096
-BATCH_BYTES = 64 << 20
+BATCH_BYTES = 256 << 20
 PAYLOADS = 8
 ROOMY = 64 << 30
 """A capacity whose segments are as large as a real tier's; only what is written takes room."""

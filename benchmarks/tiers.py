@@ -6,7 +6,7 @@ Records of 5,898,240 bytes: 256 tokens of SmolLM2-135M in bfloat16. In every rou
 has its turn, so that whatever else the machine does meets all alike.
 
 dram   a connector's scatter into an engine's blocks, beside one memcpy of the same bytes
-lmdb   the Store's write_many and read_many on four threads, durability batch (synced every 64
+lmdb   the Store's write_many and read_many on four threads, durability batch (synced every 256
        MiB), beside pwritev and preadv with O_DIRECT on a preallocated file, synced once
 s3     the Store's read_many on eight threads, beside boto3's get_object, same server
 """

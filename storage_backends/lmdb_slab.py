@@ -10,7 +10,7 @@ What keeps a read exact or absent:
 `durability` says when what was published or deleted is committed:
 
 * ``each``: before a call returns OK; calls that wait at the same time share one commit;
-* ``batch``: every 64 MiB or second, with the next call, which a Tier makes if nobody else does;
+* ``batch``: every 256 MiB or second, with the next call, which a Tier makes if nobody else does;
   when slots run out; at closing;
 * ``none``: before a call returns, but nothing is synced. The records survive the process, and
   are discarded when the machine has restarted without a clean close.
@@ -48,7 +48,7 @@ from kvtier.tiers.survey import Purged, Survey, Tell, Verdict
 __all__ = ["LmdbSlabStore"]
 
 _DURABILITY: Final = ("none", "batch", "each")
-_BATCH_BYTES: Final = 64 << 20
+_BATCH_BYTES: Final = 256 << 20
 _BATCH_SECONDS: Final = 1.0
 _SCAN_STEP: Final = 512
 

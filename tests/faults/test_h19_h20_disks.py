@@ -171,7 +171,7 @@ def test_after_kill_9_what_was_flushed_hits_and_every_byte_is_accounted_for(
     assert len(done.stdout.split()) == count
     toy = engines(url)
     hits = [toy.load(f"l{s}", np.append(prompt(256, s), 1))[::2] for s in range(count)]
-    if durability == "batch":  # commits what is a second old, or 64 MiB
+    if durability == "batch":  # commits what is a second old, or 256 MiB
         assert all(exact for _, exact in hits)
     else:
         assert hits == [(256, True)] * count

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import Unavailable
-from kvtier.storage_backends import slab_recovery
+from kvtier.storage_backends import lmdb_slab, slab_recovery
 from kvtier.storage_backends.slab import INDEX_FLOOR, SLOT_CHARGE, FileIO
 from kvtier.storage_backends.slab_index import Entry, Index
 from kvtier.testing.records import make_record
@@ -22,8 +22,11 @@ PAGE = 4096
 OK, ABSENT = Status.OK, Status.ABSENT
 
 
-def test_batch_is_committed_by_age_and_by_size(opened: Any) -> None:
+def test_batch_is_committed_by_age_and_by_size(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = opened.clock
+    monkeypatch.setattr(lmdb_slab, "_BATCH_BYTES", 64 * MIB)
     store = opened(256 * MIB, clock=clock)
 
     def committed() -> int:
