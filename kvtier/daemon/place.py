@@ -22,7 +22,15 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["MOST_PATH", "Place", "check_path", "clear_dead", "rendezvous", "runtime_folder"]
+__all__ = [
+    "MOST_PATH",
+    "Place",
+    "check_path",
+    "clear_dead",
+    "real_path",
+    "rendezvous",
+    "runtime_folder",
+]
 
 MOST_PATH: Final = 107  # bytes of a socket's path: unix(7), sun_path
 _BACKLOG: Final = 4096
@@ -49,6 +57,11 @@ def check_path(path: str | Path) -> Path:
             "choose a shorter one, such as /run/kvtier/kv.sock"
         )
     return whole
+
+
+def real_path(path: Path) -> str:
+    """Return a socket's path without links in its folder's; one that is a loop stays as it is."""
+    return os.path.join(os.path.realpath(path.parent), path.name)  # noqa: PTH118  (no Path: loops)
 
 
 def runtime_folder() -> Path:
@@ -102,7 +115,7 @@ class Place:
     def __init__(self, path: str | Path, uid: int | None = None) -> None:
         self.path = check_path(path)
         self.uid = os.geteuid() if uid is None else uid
-        self._key = str(self.path.parent.resolve() / self.path.name)
+        self._key = real_path(self.path)
         with _held_lock:
             if self._key in _held:
                 raise _taken(self.path, os.getpid())

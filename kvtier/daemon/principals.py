@@ -13,7 +13,7 @@ import msgspec
 from kvtier.catalog.owners import Quota
 from kvtier.checks import check_whole
 from kvtier.config import parse_tier, quotas_of, read_toml, urls_of
-from kvtier.daemon.place import check_path, runtime_folder
+from kvtier.daemon.place import check_path, real_path, runtime_folder
 from kvtier.daemon.settings import Settings
 from kvtier.errors import ConfigError, unknown
 
@@ -106,10 +106,10 @@ def _socket(table: Mapping[str, object], where: object) -> str | None:
 def _check_apart(found: Sequence[Principal]) -> None:
     """Raise ConfigError for two principals that would meet."""
     users: dict[int, str] = {}
-    paths: dict[Path, str] = {}
+    paths: dict[str, str] = {}
     for one in found:
         user = users.setdefault(one.settings.uid, one.name)
-        path = paths.setdefault(one.path, one.name)
+        path = paths.setdefault(real_path(one.path), one.name)
         for what, other in (("uid", user), ("socket", path)):
             if other != one.name:
                 raise ConfigError(

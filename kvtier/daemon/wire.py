@@ -152,6 +152,7 @@ def connect(path: str, hello: Hello, until: float) -> tuple[Wire, Welcome, int]:
         wire = Wire(link)
         wire.feed(data)
         welcome = _welcome(wire, len(fds), until)
+        _check_arena(fds[0], welcome)
     except BaseException:
         link.close()
         for fd in fds:
@@ -175,6 +176,7 @@ def wait_for_daemon(path: str, come_up: Callable[[float], None], timeout: float)
     Raises ConfigError when the daemon does not come, or is another user's.
     """
     until = monotonic() + max(timeout, _LEAST_SECONDS)
+    cause: OSError | None = None
     while True:
         try:
             come_up(until)
@@ -188,10 +190,12 @@ def wait_for_daemon(path: str, come_up: Callable[[float], None], timeout: float)
                     f"this process cannot take part in the daemon at {path} ({error.strerror}); "
                     "raise its limits of memory and of open files (ulimit -v, ulimit -n)"
                 ) from error
+            if cause is None or not isinstance(error, TimeoutError):
+                cause = error  # that time runs out at last says nothing of why
             left = until - monotonic()
             if left <= 0:
                 raise ConfigError(
-                    f"no daemon answers at {path} within {timeout:g} s ({error}); start one with "
+                    f"no daemon answers at {path} within {timeout:g} s ({cause}); start one with "
                     "`kvtier serve`, or see that the path or the engine's id is right"
                 ) from error
             select.select([], [], [], min(_AGAIN_SECONDS, left))
@@ -209,6 +213,16 @@ def _welcome(wire: Wire, fds: int, until: float) -> Welcome:
     if not isinstance(found[1], Welcome) or fds != 1:
         raise ProtocolError(f"a {type(found[1]).__name__} with {fds} descriptors is no welcome")
     return found[1]
+
+
+def _check_arena(fd: int, welcome: Welcome) -> None:
+    """Raise ProtocolError for a descriptor that is not of the arena which was announced."""
+    found = os.fstat(fd)
+    if (found.st_ino, found.st_size) != (welcome.arena, welcome.nbytes) or not welcome.nbytes:
+        raise ProtocolError(
+            f"the daemon announces an arena of {welcome.nbytes} bytes, and passes another file, "
+            f"of {found.st_size}"
+        )
 
 
 def _greet(link: socket.socket, hello: Hello, until: float) -> None:

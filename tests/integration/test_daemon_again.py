@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import threading
@@ -13,7 +14,8 @@ import pytest
 
 import kvtier
 from kvtier.daemon import up as up_module
-from kvtier.daemon.frames import HEADER
+from kvtier.daemon.answers import Welcome
+from kvtier.daemon.frames import HEADER, encode
 from kvtier.daemon.remote import RemoteLease
 from kvtier.errors import ConfigError, ProtocolError
 from kvtier.testing.daemon import children
@@ -192,10 +194,54 @@ def test_who_speaks_something_else_is_refused(tmp_path, answer, says):
         speaking.join()
 
 
+def empty() -> int:
+    return sealed(0)
+
+
+def small() -> int:
+    return sealed(4096)
+
+
+def device() -> int:
+    return os.open("/dev/null", os.O_RDWR)
+
+
+def sealed(size) -> int:
+    fd = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+    return fd
+
+
+@pytest.mark.parametrize("make", [empty, small, device])
+def test_an_arena_that_is_not_the_announced_one_is_refused(tmp_path, make):
+    """Slots beyond its end would be mapped nowhere."""
+    path, fd = f"{tmp_path}/s", make()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen()
+
+        def speak() -> None:
+            with listening.accept()[0] as link:
+                link.recv(1 << 16)
+                nbytes = 0 if make is empty else 1 << 20
+                welcome = encode(Welcome(1, os.fstat(fd).st_ino, nbytes, ("dram",)), 1)
+                socket.send_fds(link, [welcome], [fd])
+                link.recv(1)
+
+        speaking = threading.Thread(target=speak)
+        speaking.start()
+        with pytest.raises(ProtocolError, match=r"an arena of \d+ bytes, and passes another file"):
+            kvtier.open(f"unix:{path}", namespace=NAMESPACE)
+        speaking.join()
+    os.close(fd)
+
+
 def test_where_nobody_listens_it_waits_and_says_so(daemon, tmp_path):
-    for place in (tmp_path / "none", tmp_path):
-        with pytest.raises(ConfigError, match=r"no daemon answers at .*start one with"):
-            kvtier.open(f"unix:{place}?timeout=100ms", namespace=NAMESPACE)
+    why = {"none": "No such file or directory", ".": "Connection refused"}
+    for place, cause in why.items():
+        with pytest.raises(ConfigError, match=rf"no daemon answers at .*{cause}.*start one with"):
+            kvtier.open(f"unix:{tmp_path}/{place}?timeout=100ms", namespace=NAMESPACE)
     path = f"{tmp_path}/s"
     with ThreadPoolExecutor(1) as pool:
         opening = pool.submit(kvtier.open, f"unix:{path}?timeout=20s", namespace=NAMESPACE)

@@ -73,6 +73,13 @@ ONE = '[principals.one]\nuid = 1\nsocket = "/run/1"\ntiers = ["dram:1MiB"]\n'
             "'one' and 'two' have the same socket; give each its own",
         ),
         (
+            ONE
+            + ONE.replace("one", "two")
+            .replace("uid = 1", "uid = 2")
+            .replace("/run", "/run/../run"),
+            "'one' and 'two' have the same socket; give each its own",
+        ),
+        (
             ONE.replace("1MiB", '1MiB", "lmdb:kv?capacity=1GiB')
             + ONE.replace("1MiB", '1MiB", "lmdb:kv?capacity=2GiB')
             .replace("one", "two")

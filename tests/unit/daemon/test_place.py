@@ -27,6 +27,12 @@ def test_a_live_socket_is_not_taken_though_nobody_holds_its_lock(tmp_path):
             client.connect(str(tmp_path / "s"))
 
 
+def test_a_folder_that_is_a_loop_is_refused_in_a_word(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(kvtier.ConfigError, match="loop cannot be used"):
+        Place(tmp_path / "loop" / "s")
+
+
 def test_without_asking_who_listens_it_would_be(tmp_path, monkeypatch):
     monkeypatch.setattr(Place, "_clear_stale", lambda self: self.path.unlink(missing_ok=True))
     with socket.socket(socket.AF_UNIX) as other:
