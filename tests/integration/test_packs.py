@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from msgspec import structs
 
+from kvtier.identity.record import HEADER_BYTES, Header
 from kvtier.testing.proxy import DelayProxy, Fault
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, Toy, dram, opened, prompt
+from kvtier.tiers.pack import CODEC_PACK
+from kvtier.tiers.packer import Packer
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
 
@@ -137,3 +141,35 @@ def test_prompts_that_part_within_a_pack_each_load_what_is_theirs(host, url):
     other = host(url)
     assert other.load("mine", mine)[::2] == (14 * CHUNK, True)
     assert other.load("yours", yours, first_block=64)[2]
+
+
+def test_a_removal_of_a_tail_takes_all_of_its_pack(host, url, s3_server, s3_location):
+    toy = host(url)
+    toy.save("a", TOKENS)
+    assert toy.cache.invalidate(TOKENS, first=18, timeout=20).unconfirmed == 0
+    assert sizes(s3_server, s3_location) == [16]
+    assert host(url).load("b", TOKENS)[::2] == (16 * CHUNK, True)
+
+
+def test_if_only_what_nobody_needs_were_deleted_the_tail_would_come_back(host, url, monkeypatch):
+    """The twin."""
+    monkeypatch.setattr(Packer, "delete_many", Packer.evict_many)
+    toy = host(url)
+    toy.save("a", TOKENS)
+    toy.cache.invalidate(TOKENS, first=18, timeout=20)
+    assert host(url).load("b", TOKENS)[::2] == (CHUNKS * CHUNK, True)
+
+
+def test_a_pack_of_a_newer_version_is_a_counted_miss_and_stays(host, url, s3_server, s3_location):
+    host(url).save("a", TOKENS)
+    client = s3_server.client()
+    bucket, _, prefix = s3_location.removeprefix("//").partition("/")
+    for each in client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
+        body = bytearray(client.get_object(Bucket=bucket, Key=each["Key"])["Body"].read())
+        newer = structs.replace(Header.unpack(body), codec=CODEC_PACK + 1)
+        members = bytes(reversed(body[HEADER_BYTES:]))  # laid out as nobody here knows
+        client.put_object(Bucket=bucket, Key=each["Key"], Body=newer.pack() + members)
+    other = host(url)
+    assert other.load("b", TOKENS)[1:] == (None, True)
+    assert other.cache.metrics.get("corrupt_records", tier="s3") > 0
+    assert sizes(s3_server, s3_location) == [4, 16]
