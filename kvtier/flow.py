@@ -40,6 +40,7 @@ __all__ = ["Moves", "Saved"]
 _log = logging.getLogger("kvtier")
 _HASH_THREADS: Final = 1
 _EXPIRE_SECONDS: Final = 0.25
+_MOST_KNOWN: Final = 1 << 19  # parts of a shared tier, of some hundred bytes each in the index
 _ENDS: Final = 32  # chunks before the end of a prefix, where windows and states are looked for
 
 
@@ -344,9 +345,13 @@ class Moves:
         if number in self._spillers:
             await self._spillers[number].clear()
         else:
-            # Engine threads want the lock between lots, and their saves must not keep it up.
-            while len(self._catalog.clear(number)) == LOT:  # noqa: ASYNC110
-                await asyncio.sleep(0)
+            await self._drop(number, keep=0)
+
+    async def _drop(self, number: int, *, keep: int) -> None:
+        """Take parts out of a tier's index alone."""
+        # Engine threads want the lock between lots, and their saves must not keep it up.
+        while len(self._catalog.clear(number, keep)) == LOT:  # noqa: ASYNC110
+            await asyncio.sleep(0)
 
     async def reap(self) -> None:
         """End leases, parts and waiting writes at their deadlines, for as long as the loop runs."""
@@ -356,6 +361,8 @@ class Moves:
             for spiller in self._spillers.values():
                 await spiller.expire()
             await self.sweeper.expire()
+            for number in self._shared:  # what is forgotten is asked for, and found, again
+                await self._drop(number, keep=_MOST_KNOWN)
             for tier in self._tiers.values():
                 tier.settle()
 

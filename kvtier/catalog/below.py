@@ -354,12 +354,14 @@ class Below:
             self._room.unhold(kept)
             return victims
 
-    def clear(self, tier: int) -> list[Victim]:
-        """Take what nobody holds out of a tier, deepest first; fewer than LOT when all of it."""
+    def clear(self, tier: int, keep: int = 0) -> list[Victim]:
+        """Take what nobody holds, but `keep` parts, out of a tier, deepest first, in full LOTs."""
         with self._lock:
             shares = range(len(self._owners.quotas))
             rows = itertools.chain.from_iterable(self._room.victims(tier, one) for one in shares)
-            return [self._take_out(row, tier, "cleared") for row in itertools.islice(rows, LOT)]
+            most = max(min(len(self._shelves[tier].order) - keep, LOT), 0)
+            why = "forgotten" if keep else "cleared"
+            return [self._take_out(row, tier, why) for row in itertools.islice(rows, most)]
 
     def _by_share(self, nbytes: Mapping[int, int]) -> dict[int, int]:
         shares: dict[int, int] = {}

@@ -18,6 +18,7 @@ __all__ = ["ChunkPlace", "End", "Explanation", "Glance", "PartPlace", "ago", "fi
 REASONS: Final = {
     "evicted": "evicted from {tier} {ago}",
     "cleared": "cleared from {tier} {ago}",
+    "forgotten": "too many parts were known of {tier} {ago}; a fetch asks",
     "lost": "{tier} had lost it, {ago}",
     "corrupt": "corrupt in {tier}, {ago}",
     "invalidated": "invalidated {ago}",

@@ -144,10 +144,10 @@ class Events:
                 self.count("lease_refused")
             return leased
 
-        def watched_clear(tier: int) -> Any:
-            if self._index.held_rows:
+        def watched_clear(tier: int, keep: int = 0) -> Any:
+            if self._index.held_rows and not keep:
                 self.count("clear_while_held")
-            return clear(tier)
+            return clear(tier, keep)
 
         def watched_end(lease: Lease, state: LeaseState) -> None:
             if state is LeaseState.EXPIRED:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 from msgspec import structs
@@ -173,3 +175,16 @@ def test_a_pack_of_a_newer_version_is_a_counted_miss_and_stays(host, url, s3_ser
     assert other.load("b", TOKENS)[1:] == (None, True)
     assert other.cache.metrics.get("corrupt_records", tier="s3") > 0
     assert sizes(s3_server, s3_location) == [4, 16]
+
+
+def test_what_is_known_of_a_bucket_is_bounded_and_found_again(host, url, monkeypatch):
+    monkeypatch.setattr("kvtier.flow._MOST_KNOWN", 8)
+    toy = host(url)
+    toy.save("a", TOKENS)
+    give_up = time.monotonic() + 20
+    while toy.cache.figures()['kvtier_tier_parts{tier="s3"}'] > 8:
+        assert time.monotonic() < give_up
+        time.sleep(0.05)
+    toy.cache.clear("dram", timeout=20)
+    offered, loaded, exact = toy.load("b", TOKENS)
+    assert (offered, loaded.tokens, exact) == (CHUNKS * CHUNK, CHUNKS * CHUNK, True)

@@ -163,3 +163,13 @@ def test_what_would_be_above_a_ceiling_takes_no_room_from_what_would_not(shared)
     small.catalog.evict(LMDB, {one: 3})
     sizes = [(one, 4), (one, 2), (0, 99), (one, 1), (one, 1)]
     assert small.catalog.over_ceilings(LMDB, sizes) == [True, False, False, False, True]
+
+
+def test_what_is_known_of_a_tier_is_forgotten_beyond_a_bound_leaves_first():
+    small, one = SmallCatalog(4), chain(10)
+    for part in one:
+        small.catalog.stored(part, LMDB, 1)
+    gone = small.catalog.clear(LMDB, 4)
+    assert [victim.name for victim in gone] == [part.name for part in reversed(one[4:])]
+    assert small.catalog.clear(LMDB, 4) == []
+    small.arena.close()
