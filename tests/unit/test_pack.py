@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import threading
 from collections.abc import Sequence
@@ -144,6 +145,13 @@ def test_a_pack_says_what_it_is_and_has_its_parts_keys_first():
         at = member_at(index, 2, SIZE)
         assert bytes(data[at : at + HEADER_BYTES]) == record.header.pack()
         assert data[at + HEADER_BYTES : at + HEADER_BYTES + SIZE] == record.data
+
+
+def test_the_format_is_version_one():
+    """Who changes it has to give packs other names: hosts of both versions share buckets."""
+    header, data = pack(chain(4, 8, 40), 2)
+    found = hashlib.sha256(header.pack() + data).hexdigest()
+    assert found == "287629eaf3cff5f34469392eee567117fc8f1c525a2b14f54428c3b8c806d5c8"
 
 
 # ----------------------------------------------------------------------------------- write, read
