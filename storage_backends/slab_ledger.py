@@ -233,10 +233,11 @@ class Ledger:
         with self._lock:
             batch = self._in_commit = self._pending
             self._pending = Batch()
-        failed = True
+        failed, unsynced = True, self._synced
         try:
             if self._synced:
                 self._files.sync(batch.dirty)
+            unsynced = False
             self._index.commit(batch.operations)
             failed = False
         except (OSError, Unavailable) as error:
@@ -245,12 +246,26 @@ class Ledger:
             with self._lock:
                 self._in_commit = Batch()
                 batch.failed = failed  # not before: a writer that does not wait may look meanwhile
+                if unsynced:
+                    self._withdraw_later(batch)
                 if failed:
                     self._withdraw(batch)
                 else:
                     for segment, slot in batch.releases:
                         segment.release(slot)
                 batch.settled = True
+
+    def _withdraw_later(self, batch: Batch) -> None:
+        """Give up what was written meanwhile to segments whose sync has failed.
+
+        The system tells of a page that it could not write only once: the next sync would succeed.
+        """
+        later = self._pending
+        if later.dirty.keys() & batch.dirty.keys():
+            self._pending = Batch()
+            later.failed, later.cause = True, batch.cause
+            self._withdraw(later)
+            later.settled = True
 
     def _withdraw(self, batch: Batch) -> None:
         """Turn a batch that failed into deletions, to be committed with the next one.

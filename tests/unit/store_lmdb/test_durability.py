@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
 import threading
 import time
@@ -14,6 +16,7 @@ from kvtier.errors import Unavailable
 from kvtier.storage_backends import lmdb_slab, slab_recovery
 from kvtier.storage_backends.slab import INDEX_FLOOR, SLOT_CHARGE, FileIO
 from kvtier.storage_backends.slab_index import Entry, Index
+from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.testing.records import make_record
 from kvtier.tiers.store import Status
 
@@ -69,6 +72,58 @@ def test_a_write_whose_batch_is_being_committed_has_not_failed(opened: Any) -> N
     written.set()
     io.commits.join()
     assert statuses == [OK, OK]
+
+
+class LosingSync(FileIO):
+    """A sync that fails once: what was written before it is lost, and the next one succeeds."""
+
+    during: Any = None
+
+    def fdatasync(self, descriptor: int) -> None:
+        during, self.during = self.during, None
+        if during:
+            during()
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        super().fdatasync(descriptor)
+
+
+def written_during_a_failed_sync(opened: Any) -> tuple[list[Status], list[Status]]:
+    """Return what is said of a record that is synced, and of one that is written meanwhile."""
+    io = LosingSync()
+    store = opened(256 * MIB, durability="each", io=io)
+    assert store.write_many([make_record(0, 5000)]) == [OK]
+    said: list[list[Status]] = []
+
+    def write(number: int) -> None:
+        said.append(store.write_many([make_record(number, 5000)]))
+
+    second = threading.Thread(target=write, args=(2,))
+
+    def meanwhile() -> None:
+        second.start()
+        deadline = time.monotonic() + 20
+        while make_record(2, 5000).header.id not in store._ledger.pending.operations:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    io.during = meanwhile
+    first = store.write_many([make_record(1, 5000)])
+    second.join()
+    assert store.contains_many([make_record(0, 5000).header.id]) == [OK]
+    assert store.write_many([make_record(3, 5000)]) == [OK]
+    return first, said[0]
+
+
+def test_what_was_written_during_a_failed_sync_is_not_acknowledged(opened: Any) -> None:
+    failed = [Status.FAILED]
+    assert written_during_a_failed_sync(opened) == (failed, failed)
+
+
+def test_twin_the_next_sync_would_acknowledge_it(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ledger, "_withdraw_later", lambda *_: None)
+    assert written_during_a_failed_sync(opened) == ([Status.FAILED], [OK])
 
 
 def test_none_is_discarded_after_a_restart(
