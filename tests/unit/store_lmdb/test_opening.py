@@ -178,3 +178,15 @@ def test_use_after_close(opened: Any) -> None:
     store.close()
     with pytest.raises(MisuseError, match="closed"):
         store.contains_many([])
+
+
+def test_a_short_write_leaves_no_format_that_nobody_knows(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that takes a part of it only says so by a count."""
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:5]))
+        with pytest.raises(ConfigError, match=r"ENOSPC .*free some space"):
+            opened()
+    assert opened().write_many([make_record(1, 100)]) == [OK]
