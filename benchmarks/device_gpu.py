@@ -283,7 +283,7 @@ class Bench:
         """Measure a prompt recomputed, loaded whole, and loaded layer by layer."""
         layer, found = Layer(self.torch), {}
         compute, self.device.way = self.torch.cuda.current_stream(), None
-        fresh = layer.prompt(128)  # what a prompt has beyond its prefix
+        fresh = layer.prompt(128)  # beyond its prefix
         for tokens in (1024, 4096, 16384, 32768):
             prompt = layer.prompt(tokens)
             recompute = 32 * statistics.median(self.timed(compute, lambda p=prompt: layer(p)))
@@ -301,11 +301,8 @@ class Bench:
                 statistics.median(self.timed(compute, lambda n=groups: load(n)))
                 for groups in (1, 32)
             )
-            found[str(tokens)] = {
-                "recompute_ms": recompute,
-                "load_whole_ms": whole,
-                "load_by_layer_ms": layered,
-            }
+            names = ("recompute_ms", "load_whole_ms", "load_by_layer_ms")
+            found[str(tokens)] = dict(zip(names, (recompute, whole, layered), strict=True))
         wins = [int(n) for n, one in found.items() if one["load_by_layer_ms"] < one["recompute_ms"]]
         return {"tokens": found, "break_even_at_most": min(wins, default=None)}
 
