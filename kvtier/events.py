@@ -68,7 +68,10 @@ class Reporter:
         if now - when < _QUIET_SECONDS:
             self._last[key] = (when, kept + 1)
             return
-        if len(self._last) > _MAX_CAUSES:  # causes carry error texts, which may vary without end
-            self._last.clear()
+        if len(self._last) >= _MAX_CAUSES:  # causes carry error texts, which may vary without end
+            fresh = [each for each in list(self._last.items()) if now - each[1][0] < _QUIET_SECONDS]
+            if len(fresh) >= _MAX_CAUSES:  # whoever makes them up does not fill the log
+                return
+            self._last = dict(fresh)
         self._last[key] = (now, 0)
         _log.warning("%s%s", key, f" ({kept} more like it)" if kept else "")

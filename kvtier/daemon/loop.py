@@ -29,6 +29,7 @@ from kvtier.daemon.lookout import Lookout
 from kvtier.daemon.messages import Bye, Hello, Message
 from kvtier.daemon.process import Process
 from kvtier.errors import ConfigError, KvtierError, ProtocolError
+from kvtier.events import Reporter
 
 __all__ = ["Server"]
 
@@ -65,6 +66,7 @@ class Server:
         self._arena = arena
         self._users = {uid, os.geteuid()}
         self._clock = clock
+        self._report = Reporter(clock)
         self._most = min(self.limits.connections, descriptors() // 2)
         self._connections: dict[int, Connection[Any]] = {}
         self._processes: dict[tuple[int, int], Process] = {}
@@ -169,7 +171,7 @@ class Server:
             except BlockingIOError:
                 return
             except OSError as error:  # no descriptor left, or the client went
-                _log.warning("a client could not be let in: %s", error.strerror)
+                self._report.warn("a client could not be let in", str(error.strerror))
                 self._lookout.drop(self._listening)  # it would be readable for ever
                 self._deaf = True
                 return
@@ -346,9 +348,7 @@ class Server:
             return
         full = connection.waiting > self.limits.unread or self._unread > self.limits.total
         if connection.waiting and full:
-            _log.warning(
-                "process %d does not read its answers; its connection is closed", connection.pid
-            )
+            self._report.warn(f"process {connection.pid}", "it does not read its answers")
             self._drop(connection)
             return
         before = connection.waiting
@@ -371,7 +371,7 @@ class Server:
 
     def _refuse(self, connection: Connection[Any], number: int, error: KvtierError) -> None:
         """Say why, read no more, and close when it is sent, or after seconds."""
-        _log.warning("process %d is refused: %s", connection.pid, error)
+        self._report.warn(f"process {connection.pid} is refused", str(error))
         connection.ending = True
         self._late[connection] = self._clock() + self.limits.seconds
         before = connection.waiting

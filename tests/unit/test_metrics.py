@@ -174,8 +174,13 @@ def test_a_cause_is_told_once_in_ten_seconds_and_then_how_often(caplog):
     assert caplog.messages[-1] == "s3: down (49 more like it)"
 
 
-def test_causes_without_end_take_no_memory_without_end():
-    report = Reporter(Clock())
+def test_causes_without_end_take_no_memory_and_no_log_without_end(caplog):
+    clock = Clock()
+    report = Reporter(clock)
     for number in range(5000):
         report.warn("s3", f"request {number}")
     assert len(report._last) <= 258
+    assert len(caplog.records) <= 258, "who makes causes up would fill the operator's disk"
+    clock.now += 11
+    report.warn("s3", "another")
+    assert caplog.records[-1].getMessage() == "s3: another"

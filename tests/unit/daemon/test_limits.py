@@ -183,7 +183,7 @@ def test_without_descriptors_the_loop_rests_and_then_goes_on(served, caplog):
     ticks = served.sessions.ticks
     assert served.serves()
     assert served.sessions.ticks >= ticks + 2, "it tried once a tick"
-    assert caplog.text.count("Too many open files") == 2
+    assert caplog.text.count("Too many open files") == 1, "it says so once in ten seconds"
 
 
 def rounds_of(running, ticks) -> int:
