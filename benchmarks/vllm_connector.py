@@ -12,7 +12,7 @@ of KV is written to beforehand, so that no page is touched for the first time wh
 scheduler_us_per_step      time in the connector on the scheduler's thread, of the steps in which
                            64 requests are running; what admits and hashes a new one is apart.
                            The calls are those that a vLLM made once, in RECORDED
-live_us_per_step           the same while vLLM computes
+live_us_per_step           the same while vLLM computes for 24
 no_reuse_throughput_ratio  tokens a second over those without the connector, where no two prompts
                            share anything, so that all it does is to save; the median of rounds
 no_reuse_cpu_ratio         the same of the processor's seconds, which other work does not change
@@ -43,7 +43,7 @@ from kvtier.testing.vllm_record import (
 )
 
 RUNNING = 64
-PROMPT, OUTPUT = 288, 48  # a whole chunk, so that there is something to save
+SERVED, PROMPT, OUTPUT = 24, 288, 32  # a whole chunk, so that there is something to save
 LONG, WARM = 2064, 25
 RECORDED = Path(__file__).parent / "results" / "vllm-steps.json.gz"
 REPLAYS = 5
@@ -170,7 +170,7 @@ class Child:
         watch = Watch(self.scheduler)
         found = self._served()
         watch.end()
-        found["step_us"] = [step * 1e6 for n, step, _ in watch.steps if n == RUNNING]
+        found["step_us"] = [step * 1e6 for n, step, _ in watch.steps if n == SERVED]
         found["request_us"] = [request * 1e6 for _, _, request in watch.steps if request]
         self.connector.cache.flush(timeout=60)
         return found
@@ -181,8 +181,8 @@ class Child:
             return self._served()
 
     def _served(self) -> dict[str, Any]:
-        seconds, cpu = self.answer(self.prompts(RUNNING, PROMPT), OUTPUT)
-        rate, step = RUNNING * OUTPUT / seconds, seconds * 1000 / (OUTPUT + 1)
+        seconds, cpu = self.answer(self.prompts(SERVED, PROMPT), OUTPUT)
+        rate, step = SERVED * OUTPUT / seconds, seconds * 1000 / (OUTPUT + 1)
         return {"tokens_per_s": rate, "cpu_s": cpu, "ms_per_step": step}
 
     def warm(self) -> dict[str, Any]:
@@ -302,7 +302,7 @@ def main() -> None:
         Child(*sys.argv[2:]).run()
         return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--recorded", action="store_true")
