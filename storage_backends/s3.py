@@ -247,8 +247,10 @@ class S3Store:
             self._reading += records
 
     def _step(self, size: int) -> int:
-        """Return the bytes of a range: requests cost CPU, so no more than can be in flight."""
-        most = max(_IN_FLIGHT // max(self._reading, 1), 1)
+        """Return the bytes of a range: requests cost CPU, so no more than are in flight."""
+        if self._reading >= self.THREADS:
+            return max(size, _RANGE)
+        most = _IN_FLIGHT // max(self._reading, 1)
         return max(-(-size // most), _RANGE)
 
     def _follow(self, name: RecordId, etag: str, start: int, into: memoryview) -> None:
