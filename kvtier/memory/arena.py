@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
+from kvtier.memory.numa import interleave, memory_nodes
 from kvtier.memory.sealed import PAGE_BYTES, no_memory, sealed_memory, sealed_size
 from kvtier.units import format_bytes, format_least
 
@@ -138,6 +139,7 @@ class Arena:
                 with contextlib.suppress(OSError):  # a kernel without; it is advice, no more
                     self._map.madvise(mmap.MADV_HUGEPAGE)
                 self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
+                self._spread(memory_nodes())
                 self.pinned = self._take()
             except OSError as error:
                 raise no_memory(self.nbytes, error) from error
@@ -312,6 +314,20 @@ class Arena:
             extent = self._extents[number]
             if extent.regain(slot.offset):
                 self._open.setdefault(extent.slot_bytes, {})[number] = None
+
+    def _spread(self, nodes: Sequence[int]) -> None:
+        """Spread the pages over the host's memory nodes, where there are several."""
+        if len(nodes) < 2:  # noqa: PLR2004  (the only one has them all)
+            return
+        try:
+            interleave(self.memory.ctypes.data, self.nbytes, nodes)
+        except OSError as error:
+            _log.warning(
+                "dram is not spread over the NUMA nodes %s (%s); allow mbind, which containers "
+                "may do by CAP_SYS_NICE",
+                ", ".join(map(str, nodes)),
+                error.strerror,
+            )
 
     def _take(self) -> bool:
         """Take all pages, locked where the limit allows it. Raises OSError.
