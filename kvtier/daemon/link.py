@@ -30,7 +30,7 @@ __all__ = ["Link"]
 
 _GREETING_SECONDS: Final = 2.0
 _AGAIN_SECONDS: Final = 0.05
-_CHUNK_SECONDS: Final = 5e-7  # that a daemon takes to match a chunk, and as much to lease it
+_CHUNK_SECONDS: Final = 8e-7  # that a daemon takes at most to match or lease a chunk
 _MOST_LOOKED: Final = 1000  # chunks: for half a millisecond at most nobody sleeps on their account
 _GIVE_UP: Final = 0.25  # seconds of silence after which calls do not wait any more
 

@@ -14,6 +14,7 @@ from kvtier import errors
 from kvtier.clock import monotonic
 from kvtier.daemon.answers import Closing, Failed, Welcome
 from kvtier.daemon.frames import HEADER, decode, encode, open_frame
+from kvtier.daemon.lookout import Hope
 from kvtier.daemon.messages import Hello, Message
 from kvtier.errors import ConfigError, KvtierError, ProtocolError
 
@@ -39,6 +40,7 @@ class Wire:
         self._poll_out.register(link, select.POLLOUT)
         self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._first = self._end = 0  # what has arrived and was not taken
+        self._hope = Hope()
         self.unsent = bytearray()
 
     def fileno(self) -> int:
@@ -76,7 +78,8 @@ class Wire:
         Raises ConnectionError once the other side is gone or says so, ProtocolError, and what
         the daemon closes the connection for.
         """
-        asleep = min(monotonic() + _LOOK_SECONDS + longer, until)
+        looks = until > 0 and self._hope.look()
+        asleep = min(monotonic() + _LOOK_SECONDS + longer, until) if looks else 0.0
         while (found := self._complete()) is None:
             try:
                 count = self._link.recv_into(self._view[self._end :])
@@ -84,12 +87,17 @@ class Wire:
                 now = monotonic()
                 if now < asleep:
                     continue
+                if looks:
+                    self._hope.tell(found=False)
+                    looks = False
                 if not self._poll_in.poll(max(until - now, 0) * 1e3) and now >= until:
                     return None
                 continue
             if not count:
                 raise ConnectionResetError("the daemon has closed the connection")
             self._end += count
+        if looks:
+            self._hope.tell(found=True)
         if isinstance(found[1], Closing):
             raise ConnectionResetError("the daemon ends")
         if isinstance(found[1], Failed) and not found[0]:

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from kvtier.daemon.lookout import Lookout
+from kvtier.daemon.lookout import Hope, Lookout
 
 
 class Watched:
@@ -81,6 +81,32 @@ def test_what_was_put_off_waits_while_something_comes(watched):
     watched.lookout._rest = rings
     assert [number for number, _ in watched.lookout.wait(9)] == [watched.bell]
     assert watched.put_off == [1, 2]
+
+
+def test_it_hardly_looks_where_most_looks_are_in_vain(watched):
+    watched.lookout._rest, watched.step = bool, 1.0
+    for _ in range(9):
+        watched.stir()
+        assert watched.lookout.wait(0.001) == []
+    watched.step = 0.00003
+    counts = []
+    for _ in range(17):
+        watched.stir()
+        assert watched.lookout.wait(0.001) == []
+        counts.append(watched.looks)
+    assert counts == [2] * 16 + [5]
+
+
+def test_hope_comes_back_with_what_is_found():
+    hope = Hope()
+    for _ in range(9):
+        assert hope.look()
+        hope.tell(found=False)
+    assert [hope.look() for _ in range(17)] == [False] * 16 + [True]
+    hope.tell(found=True)
+    for found in (False, False, False, True) * 50:
+        assert hope.look()
+        hope.tell(found=found)
 
 
 def test_it_does_not_look_where_it_is_not_to_wait(watched):
