@@ -87,7 +87,7 @@ def _load(directory: SlabDirectory, capacity: int, *, synced: bool) -> tuple[Ind
         return _read(directory, synced=synced)
     except (Corrupt, Unavailable) as error:
         refused = getattr(error.__cause__, "code", 0)
-        if refused > 0:  # an errno, which says nothing about the index; LMDB's own are below zero
+        if _is_errno(refused):
             raise OSError(refused, os.strerror(refused)) from error
         reason = str(error) if isinstance(error, Corrupt) else "unreadable"
         _logger.warning(
@@ -97,6 +97,11 @@ def _load(directory: SlabDirectory, capacity: int, *, synced: bool) -> tuple[Ind
         )
         directory.discard(reason, capacity // KEEP_SHARE)
     return _read(directory, synced=synced)
+
+
+def _is_errno(code: int) -> bool:
+    """Say whether the system refused, which says nothing of the index; LMDB's are below zero."""
+    return code > 0
 
 
 def _read(directory: SlabDirectory, *, synced: bool) -> tuple[Index, Page]:
