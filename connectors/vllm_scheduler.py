@@ -12,18 +12,20 @@ names the save, and the worker lets it end before anything writes: see ``StepPla
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.cache import Cache
+from kvtier.clock import monotonic
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.connectors.vllm_identity import Identities
 from kvtier.connectors.vllm_step import Ended, StepPlans
 from kvtier.copyplan import CopyPlan
+from kvtier.cost import LEAST_SPAN
 from kvtier.device.base import Fence
 from kvtier.device.cpu import CpuDevice
 from kvtier.identity.geometry import Needs
@@ -107,6 +109,14 @@ class _Served:
         return self.tokens if len(self.tokens) == count else self.tokens[:count]
 
 
+class _Step(NamedTuple):
+    """A step that was scheduled: when, and for each request its tokens [start, stop)."""
+
+    time: float
+    spans: list[tuple[int, int]]
+    requests: frozenset[str] = frozenset()
+
+
 class SchedulerSide:
     """See the module's text. Calls come from the scheduler's thread, and do not wait."""
 
@@ -119,7 +129,8 @@ class SchedulerSide:
         self._windows = [one.needs is Needs.TRAILING for one in geometry.components]
         self._outbox = _Outbox()
         # The device is asked for the fence of this thread's work, of which there is none.
-        self._rules = ReferenceConnector(cache, None, CpuDevice(), pages=self._outbox)
+        self._rules = ReferenceConnector(cache, None, CpuDevice(), pages=self._outbox, meet=False)
+        self._before = _Step(0.0, [])
         self._identities = Identities()
         self._served: dict[str, _Served] = {}
         self._plans = StepPlans()
@@ -190,6 +201,7 @@ class SchedulerSide:
             plans.reused = self._reused(output)
         self._given.clear()
         scheduled = output.num_scheduled_tokens
+        self._time(scheduled)
         for request_id, tokens in scheduled.items():
             served = self._served.get(request_id)
             if served is not None and served.request.num_computed_tokens + tokens >= served.next:
@@ -199,6 +211,24 @@ class SchedulerSide:
             self._rules.wait(_IDLE_SECONDS)  # nothing to compute: leave the core to the reads
         self._pending = False
         return plans
+
+    def _time(self, scheduled: Mapping[str, int]) -> None:
+        """Learn how long the step before took, from which it follows what is worth loading.
+
+        Only where a request goes on from that step: else vLLM may have waited for one.
+        """
+        now, before = monotonic(), self._before
+        if before.spans and not before.requests.isdisjoint(scheduled):
+            self._rules.computed(before.spans, now - before.time)
+        self._before = _Step(now, [])
+        if max(scheduled.values(), default=0) >= LEAST_SPAN:
+            starts = [
+                (self._served[one].request.num_computed_tokens, tokens)
+                for one, tokens in scheduled.items()
+                if one in self._served
+            ]
+            spans = [(start, start + tokens) for start, tokens in starts]
+            self._before = _Step(now, spans, frozenset(scheduled))
 
     def _save(self, served: _Served, tokens: int, output: Any, plans: StepPlans) -> None:
         """Plan the save of the chunks that this step completes."""

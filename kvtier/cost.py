@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from kvtier.clock import Clock
 
-__all__ = ["Advice", "Costs", "Line", "Prefill", "Reading"]
+__all__ = ["LEAST_SPAN", "Advice", "Costs", "Line", "Prefill", "Reading"]
 
 _OLD: Final = 0.7
 """What an observation of a tier still weighs when the next one comes: weather changes fast."""
@@ -27,7 +27,7 @@ _OLD_STEP: Final = 0.95
 _NEWS: Final = 0.5
 """A read that took less than this part of what was expected: the tier is another than before."""
 
-_LEAST_SPAN: Final = 16
+LEAST_SPAN: Final = 16
 """Tokens of the longest span of a step that tells of prefill; shorter ones are decode steps."""
 
 _MEET: Final = 0.85
@@ -113,7 +113,7 @@ class Prefill:
 
     def add(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """Take note that a step of these spans of tokens, one of each request, took `seconds`."""
-        if seconds <= 0 or max((stop - start for start, stop in spans), default=0) < _LEAST_SPAN:
+        if seconds <= 0 or max((stop - start for start, stop in spans), default=0) < LEAST_SPAN:
             return
         tokens = sum(stop - start for start, stop in spans) / seconds
         pairs = sum(_pairs(start, stop) for start, stop in spans) / seconds
