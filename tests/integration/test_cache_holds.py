@@ -85,7 +85,7 @@ def test_a_plan_that_does_not_fit_the_blocks_holds_nothing(toy):
 
 @pytest.mark.inside("stands in for the catalog")
 def test_clearing_ends_while_others_go_on_saving(toy, monkeypatch):
-    monkeypatch.setattr(toy.cache._desk.catalog, "clear", lambda tier: ["just saved"])
+    monkeypatch.setattr(toy.cache._desk.catalog, "clear", lambda *_: ["just saved"])
     toy.cache.clear("dram", timeout=5)
 
 
