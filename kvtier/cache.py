@@ -62,6 +62,7 @@ class Cache(Upkeep):
         else:
             desk = config
         super().__init__(desk, namespace, Namer(namespace, shape, desk.owner))
+        self._clock = clock
         self._plans = Plans(desk, self.geometry, self._namer)
         self._adviser = Adviser(desk, self.geometry, shape, clock)
 
@@ -75,7 +76,7 @@ class Cache(Upkeep):
         _check_kinds(namespace, shards, stages)
         shape = chunk_shape(namespace.geometry, shards, stages)
         desk = self._desk.join(namespace, shape, (shards, stages))
-        return Cache(desk, namespace, shards=shards, stages=stages)
+        return Cache(desk, namespace, shards=shards, stages=stages, clock=self._clock)
 
     # ---- match
 

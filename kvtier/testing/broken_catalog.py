@@ -225,7 +225,8 @@ def evict_parents_before_children() -> list[Patch]:
 
 @_takes_away("a tier that is cleared keeps what is held", "leased|row|slot")
 def clear_what_is_held() -> list[Patch]:
-    def broken(self: Catalog, tier: int) -> list[Any]:
+    def broken(self: Catalog, tier: int, keep: int = 0) -> list[Any]:
+        del keep
         with self._lock:
             rows = list(self._shelves[tier].order)[:LOT]
             return [self._take_out(row, tier) for row in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Final
@@ -10,13 +11,13 @@ from typing import Any, Final
 from kvtier.catalog import catalog
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.fetch import Fetcher
-from kvtier.catalog.index import DRAM
+from kvtier.catalog.index import DRAM, NO_ROW, Index
 from kvtier.catalog.lease import Lease, Leases
 from kvtier.catalog.probe import Probe
 from kvtier.catalog.shelf import Room
 from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
-from kvtier.catalog.usable import usable_tokens
+from kvtier.catalog.usable import leasable, usable_tokens
 from kvtier.flow import Moves
 from kvtier.identity.record import RecordId
 from kvtier.identity.shape import Shape
@@ -52,9 +53,18 @@ def publish_before_the_read() -> list[Patch]:
 
 @_takes_away("a fetch leases only what has arrived", "leased")
 def serve_what_has_not_arrived() -> list[Patch]:
-    return [
-        (catalog, "usable_tokens", lambda _shape, chunks, limit, _has: (limit, chunks)),
-    ]
+    def broken(
+        index: Index, names: Sequence[Sequence[RecordId]], shape: Shape, first: int, tokens: int
+    ) -> tuple[int, list[int]]:
+        wanted = itertools.chain.from_iterable(shape.select(names, first, tokens))
+        rows = list(itertools.takewhile(lambda row: row != NO_ROW, map(index.find, wanted)))
+        if not shape.plain:
+            return leasable(index, names, shape, first, tokens)
+        whole = len(rows) // len(shape.names)
+        usable = min((first + whole) * shape.chunk_tokens, tokens)
+        return usable, rows[: whole * len(shape.names)]
+
+    return [(catalog, "leasable", broken)]
 
 
 @_takes_away("a fetch leases a chunk when all its parts have arrived", "leased|matched")
