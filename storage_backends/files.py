@@ -32,7 +32,7 @@ from kvtier.errors import ConfigError, Corrupt, Unavailable
 from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
 from kvtier.seams import IoPool
-from kvtier.storage_backends.files_door import directory_of, prepare, refusal
+from kvtier.storage_backends.files_door import check_made, directory_of, prepare, refusal
 from kvtier.storage_backends.files_folder import GONE, Folder
 from kvtier.storage_backends.files_medium import FilesMedium
 from kvtier.storage_backends.files_usage import NAME, OVERHEAD, SHELVES, Usage, footprint
@@ -78,6 +78,11 @@ class FilesStore:
         """Open the directory `location`; what it lies in must be there. See Store.open."""
         durability = options.get("durability", cls.OPTIONS["durability"].default)
         return cls(directory_of(location), capacity, durability=_durability(str(durability)))
+
+    @classmethod
+    def check_made(cls, location: str) -> None:
+        """Raise ConfigError where there is no such store yet: ``open`` would make one."""
+        check_made(directory_of(location))
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from kvtier.errors import ConfigError
 from kvtier.storage_backends.files_folder import Folder
 from kvtier.storage_backends.slab_directory import config_error
 
-__all__ = ["directory_of", "prepare", "refusal"]
+__all__ = ["check_made", "directory_of", "prepare", "refusal"]
 
 _FORMAT: Final = b"kvtier files store, format 1\n"
 
@@ -21,6 +21,18 @@ def prepare(folder: Folder) -> None:
     """Mark a new directory, refuse one that is another's, and write to it. Raises OSError too."""
     _check_format(folder)
     _self_test(folder)
+
+
+def check_made(directory: Path) -> None:
+    """Raise ConfigError for a directory that no files store has marked, and make nothing."""
+    try:
+        (directory / "format").stat()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(
+            f"there is no files store in {directory}; mount it, or correct the path"
+        ) from error
+    except OSError as error:
+        raise config_error(error, directory) from error
 
 
 def directory_of(location: str) -> Path:

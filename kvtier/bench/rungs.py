@@ -13,7 +13,7 @@ import numpy as np
 
 import kvtier
 from kvtier.catalog.lease import Lease
-from kvtier.config import parse_tier
+from kvtier.config import hidden, parse_tier
 from kvtier.errors import ConfigError
 from kvtier.prefix import Prefix
 from kvtier.transfer import CopyResult, CopyStatus
@@ -76,9 +76,19 @@ def tier_rung(url: str) -> Rung:
         namespace=kvtier.Namespace(name, _GEOMETRY),
     ) as cache:
         try:
-            return _measured(cache, url, scheme)
+            return _measured(cache, hidden(url), scheme)
         finally:
-            cache.purge(timeout=_SECONDS)
+            _removed(cache, hidden(url))
+
+
+def _removed(cache: kvtier.Cache, url: str) -> None:
+    try:
+        cache.purge(timeout=_SECONDS)
+    except TimeoutError as error:
+        raise ConfigError(
+            f"{url} did not delete within {_SECONDS:.0f} s what was written to it; see whether its "
+            "server or its disk hangs"
+        ) from error
 
 
 def _measured(cache: kvtier.Cache, url: str, tier: str) -> Rung:

@@ -47,7 +47,8 @@ __all__ = ["doctor"]
     "urls",
     multiple=True,
     metavar="URL",
-    help="Write 64 MiB to a tier and read it back, beside a copy in memory; may be repeated.",
+    help="Write 64 MiB to a tier and read it back, beside a copy in memory; in one that is full, "
+    "older records make room. May be repeated.",
 )
 @click.option(
     "--keep",

@@ -10,7 +10,9 @@ from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, parse_seconds
 
 if TYPE_CHECKING:
+    from kvtier.config import TierConfig
     from kvtier.tiers.collection import Collected
+    from kvtier.tiers.store import Store
 
 __all__ = ["gc"]
 
@@ -42,17 +44,14 @@ def gc(url: str, max_age: str | None, orphans_after: str, dry_run: bool, as_json
 
     from kvtier.cli.medium import print_json
     from kvtier.cli.progress import progress
-    from kvtier.config import load_store, parse_tier, store_types
+    from kvtier.config import parse_tier
     from kvtier.errors import Unavailable
     from kvtier.tiers.collection import Collectable, Kept, collect
 
     tier = parse_tier(url)
     age = None if max_age is None else parse_seconds(max_age)
     orphan_age = parse_seconds(orphans_after)
-    kind = load_store(store_types()[tier.scheme]) if tier.scheme != "dram" else None
-    if kind is None or not hasattr(kind, "medium"):
-        raise ConfigError(f"a tier of {tier.scheme} is not shared: its owner keeps its capacity")
-    store = kind.open(tier.location, tier.capacity, tier.options)
+    store = _opened(tier)
     try:
         if not isinstance(store, Collectable):
             raise ConfigError(f"a tier of {tier.scheme} cannot be collected")
@@ -80,6 +79,22 @@ def gc(url: str, max_age: str | None, orphans_after: str, dry_run: bool, as_json
     return 1 if found.ended or found.unconfirmed or found.left_over_bytes else 0
 
 
+def _opened(tier: TierConfig) -> Store:
+    """Open the Store of a tier that hosts share by its medium. Raises ConfigError for others."""
+    from kvtier.config import load_store, store_types
+
+    kind = load_store(store_types()[tier.scheme]) if tier.scheme != "dram" else None
+    if kind is None or not hasattr(kind, "medium"):
+        raise ConfigError(
+            f"a tier of {tier.scheme} is not for this: its owner or its server keeps its capacity; "
+            "name one that hosts share by a bucket or a directory, s3: or files:"
+        )
+    check_made = getattr(kind, "check_made", None)
+    if check_made is not None:  # whoever collects makes nothing where a path is mistyped
+        check_made(tier.location)
+    return kind.open(tier.location, tier.capacity, tier.options)
+
+
 def _lines(found: Collected, *, dry_run: bool) -> list[str]:
     lines = [f"{found.objects:,} records, {format_bytes(found.nbytes)}"]
     if found.overshoot_bytes:
@@ -97,11 +112,13 @@ def _lines(found: Collected, *, dry_run: bool) -> list[str]:
         f"{sum(found.removed.values()):,} records, {format_bytes(found.removed_bytes)}, {would}"
         + (f": {reasons}" if reasons else "")
     )
-    lines.append(f"{format_bytes(found.left_bytes)} are left, ${found.month_usd:,.2f} a month")
+    month = f", ${found.month_usd:,.2f} a month" if found.month_usd else ""
+    lines.append(f"{format_bytes(found.left_bytes)} are left{month}")
     if found.left_over_bytes:
         lines.append(f"{format_bytes(found.left_over_bytes)} above the capacity")
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in sorted(found.requests.items()))
-    lines.append(f"this took {kinds}: ${found.request_usd:,.4f}")
+    paid = f": ${found.request_usd:,.4f}" if found.request_usd else ""
+    lines.append(f"this took {kinds}{paid}")
     if found.ended:
         lines.append(f"ended early: {found.ended}")
     return lines

@@ -117,7 +117,10 @@ def _read(path: Path) -> ModelSize:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a JSON object")
-    config = config.get("text_config", config)
+    text = config.get("text_config", config)  # of a model that sees images, too
+    if not isinstance(text, dict):
+        raise ConfigError(f"{path}: text_config must be an object, not {text!r}")
+    config = text
     heads = _whole(path, config, "num_attention_heads")
     hidden = _whole(path, config, "hidden_size")
     latent = _whole(path, config, "kv_lora_rank", 0)

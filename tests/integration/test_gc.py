@@ -124,8 +124,9 @@ def test_a_claim_of_one_that_died_is_taken_over(capsys, written, s3_server, s3_l
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("dram:1GiB", "not shared"),
-        ("memory:x?capacity=1GiB", "not shared"),
+        ("dram:1GiB", "its owner or its server keeps its capacity"),
+        ("memory:x?capacity=1GiB", "its owner or its server keeps its capacity"),
+        ("valkey://127.0.0.1:1/0?capacity=1GiB", "its owner or its server keeps its capacity"),
         ("s3://no-such-bucket-here/x?capacity=1GiB&endpoint={}", "create the bucket"),
         ("s3://b", "no capacity"),
     ],

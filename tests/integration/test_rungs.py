@@ -61,3 +61,12 @@ def test_what_cannot_be_measured_is_told(tmp_path, capsys):
     assert doctor(tmp_path, "--measure", "lmdb:/proc/kv?capacity=1GiB") != 0
     with pytest.raises(ConfigError, match="below it"):
         tier_rung("dram:1GiB")
+
+
+def test_a_tier_that_does_not_delete_is_named(tmp_path, monkeypatch):
+    def hangs(*_, **__):
+        raise TimeoutError
+
+    monkeypatch.setattr(kvtier.Cache, "purge", hangs)
+    with pytest.raises(ConfigError, match=r"lmdb:.* did not delete within 60 s"):
+        tier_rung(f"lmdb:{tmp_path}/kv?capacity=256MiB")

@@ -85,6 +85,7 @@ def test_a_config_file_is_read_like_the_table(tmp_path):
         ({"num_key_value_heads": 7}, "64 heads do not share 7 KV heads"),
         ({"intermediate_size": 0}, "every size must be at least 1"),
         ({"kv_lora_rank": 512}, "qk_rope_head_dim must be"),
+        ({"text_config": 3}, "text_config must be an object"),
     ],
 )
 def test_a_config_that_contradicts_itself_is_refused(tmp_path, change, says):

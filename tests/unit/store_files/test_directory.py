@@ -322,6 +322,37 @@ def test_a_full_directory_is_collected_and_takes_more(tmp_path, capsys):
     toy.close()
 
 
+@pytest.mark.parametrize("inside", ["typo", "other", "file/kv"])
+def test_whoever_collects_makes_no_store(tmp_path, capsys, inside):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    assert run(["gc", f"files:{tmp_path}/{inside}?capacity=1GiB"]) == 2
+    said = capsys.readouterr().err
+    assert said == (
+        f"error: there is no files store in {tmp_path}/{inside}; mount it, or correct the path\n"
+    )
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_without_that_look_a_mistyped_path_would_become_a_store(tmp_path, monkeypatch):
+    monkeypatch.delattr(FilesStore, "check_made")
+    assert run(["gc", f"files:{tmp_path}/typo?capacity=1GiB"]) == 0
+    assert (tmp_path / "typo" / "format").exists()
+
+
+def test_nobody_is_told_the_price_of_a_directory(tmp_path, capsys):
+    url = f"files:{tmp_path}/kv?capacity=64MiB"
+    toy = opened(dram(32), f"{url}&admission=through")
+    toy.save("save", prompt(400, 1))
+    toy.close()
+    assert run(["gc", url]) == 0
+    said = capsys.readouterr().out
+    assert "are left" in said
+    assert "this took" in said
+    assert "$" not in said
+
+
 # ------------------------------------------------------------------------------------- as a tier
 
 
