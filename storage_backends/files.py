@@ -166,7 +166,10 @@ class FilesStore:
         return found
 
     def scan(self) -> Iterator[Header]:
-        """See Store. Oldest write first; holds about 150 bytes a record while it runs."""
+        """See Store. Oldest write first, as files tell the time.
+
+        Holds about 150 bytes a record while it runs.
+        """
         listed: list[tuple[float, str]] = []
         try:
             with self._folder.use():

@@ -251,12 +251,13 @@ class Engine:
 
     def _run(self, work: Sequence[Work]) -> list[list[int]]:
         """Compute a step, and tell the connector how long that took."""
+        connector = self._scheduler.connector
+        if not work or connector is None:
+            return self._runner.run(work)
         began = self._clock()
         tokens = self._runner.run(work)
-        connector = self._scheduler.connector
-        if work and connector is not None:
-            spans = [(one.span.start, one.span.start + len(one.span.tokens)) for one in work]
-            connector.computed(spans, self._clock() - began)
+        spans = [(one.span.start, one.span.start + len(one.span.tokens)) for one in work]
+        connector.computed(spans, self._clock() - began)
         return tokens
 
     def _take(self, work: Sequence[Work], tokens: Sequence[Sequence[int]]) -> None:

@@ -132,6 +132,8 @@ def test_killed_at_any_time(tmp_path: Path, durability: str) -> None:
 class Volatile(FileIO):
     """A disk that forgets, at a power loss, any of the pages written since the last sync."""
 
+    syncs = 1  # a snapshot is of one moment
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.paths: dict[int, Path] = {}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.planning.optimum import ceiling, optimum
-from kvtier.planning.replay import OPTIMAL, POLICIES, _maker
+from kvtier.planning.replay import OPTIMAL, POLICIES, make_policy
 from kvtier.planning.simulate import Tier, leading, simulate
 from kvtier.planning.trace import Trace
 from kvtier.policies.arc import Arc
@@ -38,7 +38,7 @@ def trace_of(prompts: list[tuple[int, ...]]) -> Trace:
 @pytest.mark.parametrize("name", NAMES)
 @given(CALLS)
 def test_a_policy_has_exactly_the_rows_that_came_and_did_not_leave(name, calls):
-    policy = _maker(name, trace_of([(0,) * 13]))()
+    policy = make_policy(name, trace_of([(0,) * 13]))()
     inside: dict[int, None] = {}
     for call, row in calls:
         if call == "insert":
@@ -71,7 +71,7 @@ def test_no_policy_exceeds_the_optimum_nor_that_the_ceiling(prompts, capacity):
     best = optimum(trace, capacity)
     assert best.hit_blocks <= ceiling(trace).hit_blocks
     for name, servable in itertools.product(NAMES, (True, False)):
-        hits = simulate(trace, _maker(name, trace), capacity, servable=servable)
+        hits = simulate(trace, make_policy(name, trace), capacity, servable=servable)
         assert hits.hit_blocks <= best.hit_blocks, name
         assert hits.blocks == best.blocks
 
@@ -102,7 +102,7 @@ def test_the_optimum_is_what_an_exhaustive_search_finds(prompts, capacity):
 def test_a_servable_cache_has_no_headless_tails(name, prompts, capacity):
     """Whatever the policy prefers; the tier has room for each prompt."""
     trace = trace_of(prompts)
-    tier = Tier(trace, _maker(name, trace)(), capacity, servable=True)
+    tier = Tier(trace, make_policy(name, trace)(), capacity, servable=True)
     for blocks, _ in trace.requests():
         tier.use(blocks, leading(blocks, tier.inside))
         inside = [block for block in range(trace.unique) if tier.inside[block]]
@@ -116,7 +116,7 @@ def test_without_that_care_a_policy_leaves_tails():
     trace = trace_of(prompts)
     headless = 0
     for name in NAMES:
-        tier = Tier(trace, _maker(name, trace)(), 5, servable=False)
+        tier = Tier(trace, make_policy(name, trace)(), 5, servable=False)
         for blocks, _ in trace.requests():
             tier.use(blocks, leading(blocks, tier.inside))
         headless += sum(

@@ -140,7 +140,7 @@ def run(amounts: Amounts, jobs: int, tell: Tell, folder: Path | None = None) -> 
     Raises Unavailable or AssertionError where a case was not what it is counted as.
     """
     totals = Totals(traced=can_trace())
-    with tempfile.TemporaryDirectory(prefix="kvtier-crash-", dir=folder or in_memory()) as name:
+    with tempfile.TemporaryDirectory(prefix="crash-", dir=folder or in_memory()) as name:
         bases = {mode: damage.bases(Path(name) / mode, mode) for mode in MODES}
         tasks = list(_tasks(amounts, traced=totals.traced))
         for done, given in enumerate(_spread(bases, tasks, jobs)):

@@ -67,7 +67,8 @@ def test_what_is_not_ours_is_neither_touched_nor_counted(at, tmp_path):
     store = at(room(2))
     records = [make_record(number, SIZE) for number in range(3)]
     assert store.write_many(records) == [Status.OK, Status.OK, Status.FULL]
-    assert [header.depth for header in store.scan()] == [0, 1]
+    # Both may have been written within one tick of the file system's clock.
+    assert sorted(header.depth for header in store.scan()) == [0, 1]
     store.delete_many([record.header.id for record in records])
     assert [path.read_bytes() for path in strange] == [b"x" * SIZE] * 3
 
