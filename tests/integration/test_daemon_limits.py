@@ -115,6 +115,6 @@ def test_without_looking_at_the_cause_it_would_wait(tmp_path):
         command = [sys.executable, "-c", LITTLE + "little()\n" + unguarded + OPEN]
         command.append(f"{daemon.url}?timeout=200ms")
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-    # What it hears depends on where memory ends first; it is never what it could do something about.
+    # What it hears depends on where memory ends first; it is never what to do about it.
     assert "raise its limits" not in done.stdout
     assert "no daemon answers at " in done.stdout or done.returncode
