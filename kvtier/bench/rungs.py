@@ -17,6 +17,7 @@ from kvtier.config import hidden, parse_tier
 from kvtier.errors import ConfigError
 from kvtier.prefix import Prefix
 from kvtier.transfer import CopyResult, CopyStatus
+from kvtier.units import format_bytes
 
 __all__ = ["Rung", "keep", "memcpy", "tier_rung"]
 
@@ -60,9 +61,15 @@ def tier_rung(url: str) -> Rung:
     url: as ``kvtier.open`` takes it. Blocks for seconds. Raises ConfigError when the tier cannot
     be used, or does not give back what it took.
     """
-    scheme = parse_tier(url).scheme
+    tier = parse_tier(url)
+    scheme, least = tier.scheme, 2 * _CHUNKS * _CHUNK_BYTES
     if scheme == "dram":
         raise ConfigError("dram is what tiers are read into; name one below it")
+    if tier.capacity is not None and tier.capacity < least:
+        raise ConfigError(
+            f"a {scheme} tier of {format_bytes(tier.capacity)} is too small for what is written to "
+            f"measure it; give it {format_bytes(least)} at least"
+        )
     given = url.partition("?")[2]
     more = [
         option

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -119,13 +119,21 @@ def check_engine(engine: str) -> None:
         raise ConfigError(f"the benchmark needs {', '.join(absent)}; {remedy}")
 
 
+def _there(name: str, is_one: Callable[[Path], bool]) -> bool:
+    """Say whether that is there. Raises ConfigError where one may not look, or never could."""
+    try:
+        return is_one(Path(name))
+    except OSError as error:
+        raise ConfigError(f"cannot read {name}: {error.strerror}; name another model") from error
+
+
 def check_model(name: str, engine: str) -> str:
     """Return a model's name, or the path of its file. Raises ConfigError for neither."""
     if engine != "kvtier":
-        if name != RANDOM and name.startswith(("/", ".")) and not Path(name).is_dir():
+        if name != RANDOM and name.startswith(("/", ".")) and not _there(name, Path.is_dir):
             raise ConfigError(f"there is no model folder {name}")
         return name
-    if name in _MODELS or Path(name).is_file():
+    if name in _MODELS or _there(name, Path.is_file):
         return name
     if "/" in name or name.endswith(".gguf"):
         raise ConfigError(f"there is no model file {name}; give the path of a GGUF file")

@@ -10,7 +10,7 @@ import click
 
 from kvtier.errors import ConfigError
 
-__all__ = ["REPORT", "write_report"]
+__all__ = ["REPORT", "check_file", "not_written", "write_report"]
 
 
 class _ReportFile(click.ParamType[str]):
@@ -22,18 +22,22 @@ class _ReportFile(click.ParamType[str]):
         del param, ctx
         text = str(value)
         if text != "-":
-            path = Path(text)
-            try:
-                was_there = path.exists()
-                path.open("a").close()
-                if not was_there:
-                    path.unlink()  # leave no empty one
-            except (OSError, ValueError) as error:
-                raise _not_written(path, error) from error
+            check_file(Path(text))
         return text
 
 
 REPORT: Final = _ReportFile()
+
+
+def check_file(path: Path) -> None:
+    """Raise ConfigError for a file that cannot be written."""
+    try:
+        was_there = path.exists()
+        path.open("a").close()
+        if not was_there:
+            path.unlink()  # leave no empty one
+    except (OSError, ValueError) as error:
+        raise not_written(path, error) from error
 
 
 def write_report(text: str, file: str) -> None:
@@ -44,9 +48,10 @@ def write_report(text: str, file: str) -> None:
     try:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise _not_written(Path(file), error) from error
+        raise not_written(Path(file), error) from error
 
 
-def _not_written(path: Path, error: Exception) -> ConfigError:
+def not_written(path: Path, error: Exception) -> ConfigError:
+    """Return what to say of a file that could not be written."""
     cause = getattr(error, "strerror", None) or error
     return ConfigError(f"cannot write {path} ({cause}); name another file")

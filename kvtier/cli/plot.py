@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from kvtier.cli.output import check_file, not_written
 from kvtier.errors import ConfigError
 from kvtier.planning.replay import OPTIMAL
 
@@ -29,8 +30,7 @@ def check_plot(path: str) -> None:
         raise ConfigError('--plot needs matplotlib: pip install "kvtier[plot]"')
     if Path(path).suffix not in _SUFFIXES:
         raise ConfigError(f"--plot draws {', '.join(_SUFFIXES)}, not {path!r}")
-    if not Path(path).absolute().parent.is_dir():
-        raise ConfigError(f"there is no folder for {path}")
+    check_file(Path(path))
 
 
 def draw(replays: Sequence[Replay], path: Path) -> None:
@@ -42,7 +42,10 @@ def draw(replays: Sequence[Replay], path: Path) -> None:
     panels = figure.subplots(1, len(replays), squeeze=False)[0]
     for one, axes in zip(replays, panels, strict=True):
         _panel(one, axes)
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise not_written(path, error) from error
 
 
 def _panel(found: Replay, axes: Axes) -> None:

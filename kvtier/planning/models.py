@@ -97,10 +97,14 @@ MODELS: Final = {model.name: model for model in _TABLE}
 def model_size(name: str) -> ModelSize:
     """Return the sizes of a model of the table, or of a config.json. Raises ConfigError."""
     path = Path(name)
-    if path.suffix == ".json" or path.is_file():
-        return _read(path)
-    if path.is_dir():
+    try:
+        in_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    if in_folder:
         return _read(path / "config.json")
+    if is_file or path.suffix == ".json":
+        return _read(path)
     found = MODELS.get(name.lower())
     if found is None:
         raise unknown("model", name, MODELS)

@@ -61,6 +61,10 @@ def test_what_cannot_be_measured_is_told(tmp_path, capsys):
     assert doctor(tmp_path, "--measure", "lmdb:/proc/kv?capacity=1GiB") != 0
     with pytest.raises(ConfigError, match="below it"):
         tier_rung("dram:1GiB")
+    for room in ("8MiB", "127MiB"):
+        with pytest.raises(ConfigError, match="give it 128 MiB at least"):
+            tier_rung(f"lmdb:{tmp_path}/kv?capacity={room}")
+    assert tier_rung(f"lmdb:{tmp_path}/kv?capacity=128MiB").read_bytes_per_s > 0
 
 
 def test_a_tier_that_does_not_delete_is_named(tmp_path, monkeypatch):

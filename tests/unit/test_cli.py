@@ -35,6 +35,7 @@ def refused(capsys, *args):
         (["bench", "shared-prefix", "--arms", ","], "choose from: recompute, hbm"),
         (["bench", "shared-prefix", "--model", "smollm"], "did you mean 'smollm2'?"),
         (["bench", "shared-prefix", "--model", "no/such.gguf"], "there is no model file"),
+        (["bench", "shared-prefix", "--model", "n" * 300], "n" * 300),  # longer than names may be
         (["bench", "shared-prefix", "--prefix-len", "0"], "'--prefix-len'"),
         (["bench", "multi-turn", "--turns", "1"], "'--turns'"),
         (["bench", "shared-prefix", "--device-chaos", "-1"], "'--device-chaos'"),

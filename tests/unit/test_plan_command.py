@@ -100,6 +100,7 @@ def test_a_config_that_contradicts_itself_is_refused(tmp_path, change, says):
     [
         (("llama-3-70",), "did you mean 'llama-3-70b'"),
         (("no-such.json",), "cannot read no-such.json"),
+        (("n" * 300,), "n" * 300),  # longer than a name may be: the system says so at once
         (("llama-3-8b", "--weights", "fp5"), "precision of --weights 'fp5'"),
         (("llama-3-8b", "--kv", "bf17"), "precision of --kv 'bf17'"),
         (("llama-3-8b", "--gpu-memory", "80"), "no known unit"),

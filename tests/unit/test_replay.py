@@ -179,7 +179,7 @@ def test_a_plot_is_drawn(trace, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("a.txt", "draws .png"), ("no-such/a.png", "there is no folder")]
+    ("name", "says"), [("a.txt", "draws .png"), ("no-such/a.png", "name another file")]
 )
 def test_a_plot_that_cannot_be_is_refused_before_the_work(trace, tmp_path, capsys, name, says):
     command = ["replay", str(trace), "--sweep", "--block-size", "4"]
