@@ -177,9 +177,10 @@ class Place:
         open_to_all = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
         if open_to_all or found.st_uid not in {self.uid, os.geteuid(), 0}:
             os.close(number)
+            remedy = "chmod 700 it" if open_to_all else f"give it to root, not user {found.st_uid}"
             raise ConfigError(
                 f"others may put files into the socket's folder {folder}, and so take the "
-                "daemon's place; chmod 700 it, or choose another path"
+                f"daemon's place; {remedy}, or choose another path"
             )
         return number
 

@@ -122,6 +122,17 @@ def test_each_principal_has_its_own_socket_arena_and_server(passable, place):
 
 
 @needs_root
+def test_a_folder_that_is_another_users_is_to_be_roots(passable):
+    paths = in_folders_of_their_own(passable)
+    with pytest.raises(
+        kvtier.ConfigError, match=f"give it to root, not user {USERS['one']}, or choose"
+    ):
+        Place(paths["one"].with_name("t"), USERS["two"])
+    os.chown(paths["one"].parent, 0, -1)
+    Place(paths["one"].with_name("t"), USERS["two"]).close()
+
+
+@needs_root
 def test_whoever_comes_to_anothers_socket_all_the_same_is_told_and_closed(passable):
     paths = in_one_of_roots(passable)
     with principals(passable, paths):
