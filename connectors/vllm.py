@@ -83,7 +83,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if role == KVConnectorRole.SCHEDULER:
             digest, chunk = namespace.digest.hex()[:16], namespace.geometry.chunk_tokens
             _log.info("kvtier serves namespace %s in chunks of %d tokens", digest, chunk)
-            self._side = SchedulerSide(self._seat.cache)
+            self._side = SchedulerSide(self._seat.cache, vllm_config.max_concurrent_batches)
             return
         if alone:
             place = SharedPlace(self._seat)

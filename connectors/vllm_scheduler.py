@@ -12,6 +12,7 @@ names the save, and the worker lets it end before anything writes: see ``StepPla
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
@@ -114,13 +115,16 @@ class _Step(NamedTuple):
 
     time: float
     spans: list[tuple[int, int]]
-    requests: frozenset[str] = frozenset()
+    requests: frozenset[str]
 
 
 class SchedulerSide:
-    """See the module's text. Calls come from the scheduler's thread, and do not wait."""
+    """See the module's text. Calls come from the scheduler's thread, and do not wait.
 
-    def __init__(self, cache: Cache) -> None:
+    at_once: steps that vLLM has under way at the same time, two with asynchronous scheduling.
+    """
+
+    def __init__(self, cache: Cache, at_once: int = 1) -> None:
         geometry = cache.geometry
         self._ranks = cache.ranks[0]
         self._heard: dict[int, list[str]] = {}
@@ -130,7 +134,8 @@ class SchedulerSide:
         self._outbox = _Outbox()
         # The device is asked for the fence of this thread's work, of which there is none.
         self._rules = ReferenceConnector(cache, None, CpuDevice(), pages=self._outbox, meet=False)
-        self._before = _Step(0.0, [])
+        self._at_once = at_once
+        self._steps: deque[_Step] = deque(maxlen=at_once)
         self._identities = Identities()
         self._served: dict[str, _Served] = {}
         self._plans = StepPlans()
@@ -213,14 +218,18 @@ class SchedulerSide:
         return plans
 
     def _time(self, scheduled: Mapping[str, int]) -> None:
-        """Learn how long the step before took, from which it follows what is worth loading.
+        """Learn how long a step took, from which it follows what is worth loading.
 
-        Only where a request goes on from that step: else vLLM may have waited for one.
+        vLLM schedules a step when the one `at_once` before it has ended, which ran since the last
+        was scheduled. Only where a request goes on from each step to the next: else vLLM may have
+        waited for one.
         """
-        now, before = monotonic(), self._before
-        if before.spans and not before.requests.isdisjoint(scheduled):
-            self._rules.computed(before.spans, now - before.time)
-        self._before = _Step(now, [])
+        now, steps = monotonic(), self._steps
+        if steps and steps[-1].requests.isdisjoint(scheduled):
+            steps.clear()
+        if len(steps) == self._at_once and steps[0].spans:
+            self._rules.computed(steps[0].spans, now - steps[-1].time)
+        spans: list[tuple[int, int]] = []
         if max(scheduled.values(), default=0) >= LEAST_SPAN:
             starts = [
                 (self._served[one].request.num_computed_tokens, tokens)
@@ -228,7 +237,7 @@ class SchedulerSide:
                 if one in self._served
             ]
             spans = [(start, start + tokens) for start, tokens in starts]
-            self._before = _Step(now, spans, frozenset(scheduled))
+        steps.append(_Step(now, spans, frozenset(scheduled)))
 
     def _save(self, served: _Served, tokens: int, output: Any, plans: StepPlans) -> None:
         """Plan the save of the chunks that this step completes."""

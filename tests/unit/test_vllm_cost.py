@@ -44,6 +44,29 @@ def test_a_steps_time_is_learnt_where_a_request_goes_on(plain: VllmSteps, monkey
     assert learnt == [([(0, 96)], 2.0), ([(96, 192)], 3.0)]
 
 
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_a_step_that_was_scheduled_ahead_is_not_taken_for_the_one_before(
+    plain: VllmSteps, monkeypatch, at_once
+):
+    """With two under way the second is scheduled at once, which is nobody's time. And the twin."""
+    now = 0.0
+    monkeypatch.setattr(vllm_scheduler, "monotonic", lambda: now)
+    learnt = []
+    monkeypatch.setattr(
+        plain.cache, "computed", lambda spans, seconds: learnt.append((spans, seconds))
+    )
+    plain.scheduler = vllm_scheduler.SchedulerSide(plain.cache, at_once)
+    request = plain.request("a", prompt(200))
+    plain.allot(request, list(range(1, 14)))
+    plain.scheduler._serve(request)
+    for at, tokens in ((0.0, 96), (0.001, 96), (2.0, 8), (5.0, 1), (5.1, 1)):
+        now = at
+        plain.step(a=tokens)
+    right = [([(0, 96)], 1.999), ([(96, 192)], 3.0)]
+    assert (learnt == right) is (at_once == 2)
+    assert (learnt[0][1] < 0.01) is (at_once == 1)
+
+
 def test_a_tier_slower_than_vllm_computes_is_left_alone(plain: VllmSteps, monkeypatch):
     """Told a tier that takes an hour; and the twin: vLLM's speed is not known."""
     first = plain.serve("a", prompt(200), list(range(1, 14)))
