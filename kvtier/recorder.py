@@ -31,9 +31,10 @@ _CLOSE_SECONDS: Final = 5.0
 
 
 class Recorder:
-    """Writes requests to `path`, which it makes anew where there is none. Safe from any thread.
+    """Writes requests to `path`. Safe from any thread.
 
-    most_bytes: of a file; then it is called ``path.1``, that ``path.2``, and so on up to four.
+    most_bytes: of a file; then it is called ``path.1``, that ``path.2``, and so on up to four. So
+    is one that was there before, whose times are others.
     Raises ConfigError when the file cannot be written.
     """
 
@@ -49,6 +50,7 @@ class Recorder:
         self._lock = threading.Lock()
         self._waiting: list[tuple[float, int, Sequence[bytes]]] = []
         self._writing = False
+        self._begun = False
         self._seen: OrderedDict[tuple[bytes, int], float] = OrderedDict()
         self._pool = IoPool("record", 1)
         self.dropped = 0
@@ -64,9 +66,9 @@ class Recorder:
         The same prompt again within two seconds is the same request: engines ask until they may
         run it. When the disk does not keep up, requests are dropped and counted.
         """
-        now = self._clock()
         name = (keys[-1] if keys else b"", tokens)
         with self._lock:
+            now = self._clock()  # so that lines stand in the order of their times
             before = self._seen.pop(name, None)
             self._seen[name] = now
             if len(self._seen) > _REMEMBERED:
@@ -106,15 +108,22 @@ class Recorder:
                 _log.warning("%d requests were not recorded: %s", len(some), error)
 
     def _append(self, data: bytes) -> None:
+        if not self._begun and self._path.exists() and self._path.stat().st_size:
+            self._shift()
+        self._begun = True
         with self._path.open("ab") as file:
             file.write(data)
             full = file.tell() >= self._most_bytes
         if full:
-            for number in range(_KEPT - 1, 0, -1):
-                older = self._numbered(number)
-                if older.exists():
-                    older.replace(self._numbered(number + 1))
-            self._path.replace(self._numbered(1))
+            self._shift()
+
+    def _shift(self) -> None:
+        """Number the file, and those that are numbered higher; the oldest goes."""
+        for number in range(_KEPT - 1, 0, -1):
+            older = self._numbered(number)
+            if older.exists():
+                older.replace(self._numbered(number + 1))
+        self._path.replace(self._numbered(1))
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}")

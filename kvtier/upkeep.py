@@ -131,15 +131,17 @@ class Upkeep:
         """Record each prompt that is matched from now on, for ``kvtier replay``; None: no more.
 
         path: a file that gets a JSON line a request, with hashes and no tokens. Beyond
-        `most_bytes` it becomes ``path.1``; four such are kept. Blocks briefly.
+        `most_bytes` it becomes ``path.1``, as does one that is there; four such are kept. Blocks
+        briefly.
         Raises ConfigError when it cannot be written, and MisuseError for sizes that are none.
         """
         self._check()
         chunk = self.namespace.geometry.chunk_tokens
         fresh = None if path is None else Recorder(path, chunk, most_bytes, monotonic)
-        before, self._recorder = self._recorder, fresh
+        before, self._recorder = self._recorder, None
         if before is not None:
-            before.close()
+            before.close()  # before the next begins: it may be the same file
+        self._recorder = fresh
 
     def figures(self) -> dict[str, float]:
         """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""

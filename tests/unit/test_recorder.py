@@ -85,6 +85,50 @@ def test_who_asks_again_at_once_is_the_same_request(tmp_path, recorder, clock):
     assert [one["timestamp"] for one in lines(tmp_path / "r.jsonl")] == [0, 5500, 5500]
 
 
+def test_a_recording_that_goes_on_after_a_restart_can_be_replayed(tmp_path, clock):
+    """Its times begin anew, so that it is another file."""
+    path = tmp_path / "r.jsonl"
+    for number in range(2):
+        recorder = Recorder(path, CHUNK, 1 << 16, clock)
+        for wait in (9.0, 1.0):
+            clock.now += wait
+            recorder.note([key(int(clock.now))], CHUNK)
+        recorder.close()
+        assert len(read_trace(path, CHUNK)) == 2, number
+    assert len(read_trace(tmp_path / "r.jsonl.1", CHUNK)) == 2
+
+
+def test_recording_anew_into_the_same_file_mixes_nothing(tmp_path):
+    path = tmp_path / "r.jsonl"
+    toy = opened(dram(32))
+    for seed in range(2):
+        toy.cache.record(path)
+        toy.cache.match(prompt(CHUNK, seed))
+    toy.close()
+    assert len(read_trace(path, CHUNK)) == 1
+    assert len(read_trace(tmp_path / "r.jsonl.1", CHUNK)) == 1
+
+
+def test_lines_stand_in_the_order_of_their_times(tmp_path, clock):
+    """Though another thread notes a prompt just when this one has looked at the clock."""
+    others = []
+
+    def late() -> float:
+        clock.now += 1
+        now = clock.now
+        if clock.now == 52.0:
+            others.append(threading.Thread(target=recorder.note, args=([key(9)], CHUNK)))
+            others[0].start()
+            others[0].join(0.2)
+        return now
+
+    recorder = Recorder(tmp_path / "r.jsonl", CHUNK, 1 << 16, late)
+    recorder.note([key(1)], CHUNK)
+    others[0].join(20)
+    recorder.close()
+    assert [one["timestamp"] for one in lines(tmp_path / "r.jsonl")] == [1000, 2000]
+
+
 def test_full_files_are_numbered_and_the_oldest_go(tmp_path, recorder, clock):
     for number in range(7 * 600):
         recorder.note([key(number), key(number + 1)], 2 * CHUNK)
