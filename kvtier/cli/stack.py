@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -92,10 +93,16 @@ def _levels(options: Mapping[str, Any]) -> list[Level]:
     twice = {one.name for one in levels if [each.name for each in levels].count(one.name) > 1}
     if twice:
         raise ConfigError(f"two tiers are called {min(twice)}; give each a name of its own")
-    for other in ("capacity_blocks", "capacity", "plot"):
+    if any(one.name == "dram" for one in levels[1:]):
+        raise ConfigError("dram comes first: name it before the tiers below it")
+    for other in ("capacity_blocks", "capacity", "plot", "sweep"):
         if options[other]:
             option = other.replace("_", "-")
             raise ConfigError(f"--tier says the capacities itself; leave --{option} out")
+    if not options["servable"]:
+        raise ConfigError("--tier evicts as the live cache does; leave --no-servable out")
+    if not 0 < options["prefill"] < math.inf:
+        raise ConfigError("--prefill is the tokens that an engine computes in a second")
     if options["bytes_per_token"] is None:
         raise ConfigError("--tier needs --bytes-per-token, such as 320KiB; `kvtier plan` says it")
     return levels

@@ -178,7 +178,7 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
             advice = costs.advise(where, 0, most, (size, block_bytes), whole=True, meet=False)
             cut = -(-advice.tokens // size)
         if number >= first:
-            load = _count(tiers, found[:cut], levels, block_bytes, size)
+            load = _count(tiers, found[:cut], levels, block_bytes, (size, tokens))
             usable = min(cut * size, most)
             hits.count(len(blocks), cut, tokens, size)
             skipped += most - usable
@@ -221,14 +221,24 @@ def _costs(levels: Sequence[Level], speeds: Speeds) -> Costs:
 
 
 def _count(
-    tiers: _Tiers, found: Sequence[int], levels: Sequence[Level], nbytes: int, tokens: int
+    tiers: _Tiers,
+    found: Sequence[int],
+    levels: Sequence[Level],
+    nbytes: int,
+    tokens: tuple[int, int],
 ) -> float:
-    """Count what a request reads; return how long that takes, tiers beside each other."""
+    """Count what a request reads; return how long that takes, tiers beside each other.
+
+    tokens: of a block, and of the prompt, whose last block may not be full.
+    """
     seconds = 0.0
+    size, most = tokens
+    if found:
+        tiers.hits[found[-1]] -= max(len(found) * size - most, 0)
     for number, level in enumerate(levels):
         blocks = found.count(number)
         if blocks:
-            tiers.hits[number] += blocks * tokens
+            tiers.hits[number] += blocks * size
             tiers.read[number] += blocks * nbytes
             seconds = max(seconds, level.latency + blocks * nbytes / level.bytes_per_s)
     return seconds

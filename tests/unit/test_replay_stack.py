@@ -69,6 +69,16 @@ def test_times_are_those_of_reading_and_of_computing_the_rest():
     assert found.ttft.p50 == pytest.approx(0.01 + 2 * 0.02 + 5 * 0.01)
 
 
+def test_a_last_block_that_is_not_full_counts_with_the_tokens_it_has():
+    trace = Trace("t", BLOCK)
+    for number in range(4):
+        trace.add(number, BLOCK + 1, 1, ["a", "b"])
+    found = stacked(trace, level("dram", 1), level("lmdb", 2), always=True)
+    assert sum(one.hit_tokens for one in found.levels) == 3 * (BLOCK + 1)
+    assert found.levels[-1].reached == pytest.approx(found.hit_rate)
+    assert found.levels[-1].reached <= found.levels[-1].bound
+
+
 def test_money_and_wear_follow_from_the_prices():
     prices = Prices(dram_gib_month=2.0, disk_gib_month=0.5, gpu_hour=10.0)
     gib = 1 << 30
@@ -141,6 +151,10 @@ def test_the_command_shows_a_row_a_tier_and_writes_json(trace_file, tmp_path, ca
         (("--tier", "dram:1B@5GB/s"), "no room"),
         (("--tier", "dram:1GiB@5GB/s", "--capacity-blocks", "3"), "leave --capacity-blocks"),
         (("--tier", "dram:1GiB@5GB/s", "--policy", "optimal"), "needs a policy"),
+        (("--tier", "dram:1GiB@5GB/s", "--sweep"), "leave --sweep"),
+        (("--tier", "dram:1GiB@5GB/s", "--no-servable"), "--no-servable"),
+        (("--tier", "lmdb:1GiB@5GB/s", "--tier", "dram:1GiB@5GB/s"), "dram comes first"),
+        (("--tier", "dram:1GiB@5GB/s", "--prefill", "nan"), "--prefill"),
     ],
 )
 def test_what_makes_no_stack_is_told(trace_file, capsys, args, word):
