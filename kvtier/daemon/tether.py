@@ -114,6 +114,8 @@ class Tether:
     def _pause(self, seconds: float) -> None:
         """Wait, or until this is to end."""
         until = monotonic() + seconds
+        poll = select.poll()  # select knows descriptors below 1024 alone
+        poll.register(self.wake, select.POLLIN)
         while not self.closing and (left := until - monotonic()) > 0:
-            if select.select([self.wake], [], [], left)[0]:
+            if poll.poll(left * 1000):
                 self.heard()

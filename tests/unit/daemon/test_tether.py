@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import resource
+
 import pytest
 
 from kvtier.daemon.tether import Tether
@@ -46,3 +50,22 @@ def test_it_asks_less_often_where_there_is_none_but_within_a_quarter_of_a_second
 
 def test_it_goes_on_at_once_where_it_has_waited_for_the_greeting(tried):
     assert tried(REFUSED, SLOW, SLOW, SLOW) == [0.0, 0.05, 0.0, 0.0]
+
+
+@pytest.mark.skipif(
+    resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048, reason="no 2048 open files are allowed"
+)
+def test_it_waits_in_a_process_with_a_thousand_open_files():
+    """select() knows descriptors below 1024 alone."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], 2048), limits[1]))
+    tether = Tether("p", "t", watch=bool, come_up=print, gone=bool)
+    try:
+        low, tether.wake = tether.wake, fcntl.fcntl(tether.wake, fcntl.F_DUPFD_CLOEXEC, 1500)
+        os.close(low)
+        tether._pause(0.001)
+        tether.poke()
+        tether._pause(0.001)
+    finally:
+        tether.end()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
