@@ -83,12 +83,25 @@ class Taken(list[tuple[Part, Slot]]):
 
 
 class RemoteMetrics(Metrics):
-    """The daemon's figures. Each look asks; without an answer the last one holds."""
+    """The daemon's figures, and those counted here, which it does not know.
+
+    Each look asks; without an answer the last one holds.
+    """
 
     def __init__(self, ask: Callable[[], dict[str, float] | None]) -> None:
         super().__init__()
         self._ask = ask
         self._pid = os.getpid()
+        self._here = Metrics()
+        self._there: dict[tuple[str, tuple[str, ...]], float] = {}
+
+    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+        """See Metrics. Asks nobody."""
+        self._here.add(name, amount, **labels)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """See Metrics. Asks nobody."""
+        self._here.set(name, value, **labels)
 
     def get(self, name: str, **labels: str) -> float:
         """See Metrics. Waits for the daemon, bounded."""
@@ -104,10 +117,13 @@ class RemoteMetrics(Metrics):
         if os.getpid() != self._pid:
             raise MisuseError("a daemon's figures do not cross fork; open a cache in the child")
         values = self._ask()
-        if values is not None:
-            read = {_read(series): value for series, value in values.items()}
-            with self._lock:  # without what another release may count
-                self._values = {key: value for key, value in read.items() if key[0] in TABLE}
+        here = {_read(series): value for series, value in self._here.snapshot().items()}
+        with self._lock:
+            if values is not None:
+                read = {_read(series): value for series, value in values.items()}
+                # Without what another release may count.
+                self._there = {key: value for key, value in read.items() if key[0] in TABLE}
+            self._values = self._there | here
 
 
 def _read(series: str) -> tuple[str, tuple[str, ...]]:
