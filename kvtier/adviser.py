@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -25,6 +24,7 @@ __all__ = ["Adviser"]
 
 _PROBE_CHUNKS: Final = 4
 _PROBE_SECONDS: Final = 10.0
+_LATE: Final = 0.9  # of a fetch's time: it was begun a little before it is timed
 
 
 class _Rung(msgspec.Struct, frozen=True):
@@ -41,6 +41,7 @@ class Adviser:
     def __init__(self, desk: Desk, geometry: Geometry, shape: Shape, clock: Clock) -> None:
         self.costs = Costs(clock)
         self._desk = desk
+        self._clock = clock
         self._chunk = (shape.chunk_tokens, sum(shape.nbytes))
         self._whole = all(one.needs is Needs.ALL for one in geometry.components)
 
@@ -115,8 +116,8 @@ class Adviser:
 
         work.add_done_callback(ended)
 
-    def timed(self, match: Match, first: int, running: Future[Lease | None]) -> None:
-        """Learn from a fetch of chunks [first, ...) of a match when it ends."""
+    def timed(self, match: Match, first: int, within: float, running: Future[Lease | None]) -> None:
+        """Learn from a fetch of chunks [first, ...) of a match, of `within` seconds, at its end."""
         size, nbytes = self._chunk
         below = Counter(one for one in match.tiers[first:] if one != "dram")
         tier, count = below.most_common(1)[0] if below else ("", 0)
@@ -125,17 +126,34 @@ class Adviser:
 
         def ended(done: Future[Lease | None]) -> None:
             lease = None if done.cancelled() or done.exception() else done.result()
-            sources: Sequence[str] = () if lease is None else lease.sources
-            self._learn(reading, sources)
+            # Who was asked first may be what took all the time.
+            self._learn(reading, below, lease, math.inf if match.unknown else within)
 
         running.add_done_callback(ended)
 
-    def _learn(self, reading: Reading, sources: Sequence[str]) -> None:
-        came = Counter(one for one in sources if one != "dram")
-        tier, count = came.most_common(1)[0] if came else (reading.tier, 0)
-        seconds = self.costs.end(reading, tier, count * self._chunk[1])
+    def _learn(
+        self, reading: Reading, below: Counter[str], lease: Lease | None, within: float
+    ) -> None:
+        """Learn from a fetch that has ended, of one tier: the one that its time went by for.
+
+        That is the slowest of which something came or, where the time ran out, did not.
+        """
+        came = Counter(() if lease is None else lease.sources)
+        late = self._clock() - reading.began >= _LATE * within
+        some = ((below - came) if late else None) or came
+        nbytes = {
+            tier: (came[tier] or below[tier]) * self._chunk[1]
+            for tier in reversed(self._desk.tiers[1:])
+            if some[tier]
+        }
+        tier = self.costs.slowest(nbytes) if nbytes else reading.tier
+        arrived = nbytes[tier] if came[tier] else 0
+        asked = 0.0 if lease is None else lease.asked
+        seconds = self.costs.end(reading, tier, arrived, asked)
+        if nbytes and not arrived:
+            self.costs.overdue(reading, tier, nbytes[tier])
         metrics = self._desk.metrics
-        if came:
+        if nbytes:
             metrics.add("load_seconds", seconds, tier=tier)
             metrics.set("prefill_seconds_per_token", self.costs.recompute(0, 1))
             latency, rate = self.costs.figures()[tier]

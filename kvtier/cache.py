@@ -186,7 +186,7 @@ class Cache(Upkeep):
         check_wait("a timeout", timeout)
         self._matched(match)
         running = self._desk.fetch(match, first, within=timeout, hold=hold, pin=pin)
-        self._adviser.timed(match, first, running)
+        self._adviser.timed(match, first, timeout, running)
         return FetchTransfer(running)
 
     def prefetch(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -26,6 +27,9 @@ _OLD_STEP: Final = 0.95
 
 _NEWS: Final = 0.5
 """A read that took less than this part of what was expected: the tier is another than before."""
+
+_FASTER: Final = 0.25
+"""Of what was expected, the least that a step counts as: one wrong time outweighs no others."""
 
 LEAST_SPAN: Final = 16
 """Tokens of the longest span of a step that tells of prefill; shorter ones are decode steps."""
@@ -45,8 +49,9 @@ class Advice:
 
     tokens: load up to here; what follows is to be computed. begin: the first token to load, while
     the engine computes those before it; 0 when all are loaded first. seconds: what this is
-    estimated to take until the whole prompt is there, and recompute: without a load; 0 when one
-    of the two speeds is not known yet. skipped: the tier that lost, if one did.
+    estimated to take until the whole prompt is there, and recompute: without a load; 0 when the
+    model's speed is not known yet. A tier whose speed is not known yet counts as no time.
+    skipped: the tier that lost, if one did.
     """
 
     choice: Choice
@@ -115,6 +120,8 @@ class Prefill:
         """Take note that a step of these spans of tokens, one of each request, took `seconds`."""
         if seconds <= 0 or max((stop - start for start, stop in spans), default=0) < LEAST_SPAN:
             return
+        if self.known:
+            seconds = max(seconds, _FASTER * sum(self.seconds(*span) for span in spans))
         tokens = sum(stop - start for start, stop in spans) / seconds
         pairs = sum(_pairs(start, stop) for start, stop in spans) / seconds
         for name, value in (
@@ -193,9 +200,10 @@ class Costs:
             queued = self._queued[tier] = self._queued.get(tier, 0) + nbytes
         return Reading(tier, nbytes, queued, self._clock(), recompute)
 
-    def end(self, reading: Reading, tier: str, arrived: int) -> float:
+    def end(self, reading: Reading, tier: str, arrived: int, asked: float = 0.0) -> float:
         """Take note that a read has ended, and `arrived` bytes of `tier` are here.
 
+        asked: seconds of it in which nothing was read yet.
         Returns its seconds. One that brought nothing says nothing of a tier's speed.
         """
         seconds = self._clock() - reading.began
@@ -203,8 +211,21 @@ class Costs:
             self._queued[reading.tier] -= reading.nbytes
             if arrived > 0:
                 before = reading.queued - reading.nbytes if tier == reading.tier else 0
-                self._tiers.setdefault(tier, Line()).add(before + arrived, seconds)
+                line = self._tiers.setdefault(tier, Line())
+                line.add(before + arrived, max(seconds - asked, 0.0))
         return seconds
+
+    def overdue(self, reading: Reading, tier: str, nbytes: int) -> None:
+        """Take note that a read ended with its time, and brought nothing of so many bytes.
+
+        The tier takes longer than that.
+        """
+        seconds = self._clock() - reading.began
+        nbytes = reading.queued if tier == reading.tier else nbytes
+        with self._lock:
+            line = self._tiers.setdefault(tier, Line())
+            if seconds > line.seconds(nbytes):
+                line.add(nbytes, seconds)
 
     # ---- what follows
 
@@ -215,6 +236,11 @@ class Costs:
                 name: (line.latency, 1 / line.per_byte if line.per_byte else 0.0)
                 for name, line in self._tiers.items()
             }
+
+    def slowest(self, nbytes: Mapping[str, int]) -> str:
+        """Return the tier whose bytes are estimated to take longest: of equals, the first."""
+        with self._lock:
+            return self._slowest(nbytes)
 
     def recompute(self, start: int, stop: int) -> float:
         """Return the seconds that computing tokens [start, stop) takes; 0 when not known yet."""
@@ -244,8 +270,6 @@ class Costs:
             if not self._prefill.known or ahead.count("dram") == len(ahead):
                 return Advice("load", tokens)
             ends = self._ends(tiers, first, chunk[1])
-            if ends is None:
-                return Advice("load", tokens)
             recompute = self._prefill.seconds(computed, tokens)
             best, stop = recompute, first
             for end, load in ends if whole else ends[-1:]:
@@ -260,16 +284,26 @@ class Costs:
             if cut == tokens:
                 return Advice("load", tokens, 0, best, recompute)
             choice: Choice = "cut" if stop > first else "recompute"
-            return Advice(choice, cut, 0, best, recompute, tiers[stop])
+            skipped = tiers[stop] if whole else self._loser(ahead, chunk[1])
+            return Advice(choice, cut, 0, best, recompute, skipped)
 
-    def _ends(
-        self, tiers: Sequence[str], first: int, nbytes: int
-    ) -> list[tuple[int, float]] | None:
+    def _line(self, tier: str) -> Line:
+        """Return what is known of a tier; one that is not known yet takes no time."""
+        return self._tiers.get(tier) or Line()
+
+    def _slowest(self, nbytes: Mapping[str, int]) -> str:
+        return max(nbytes, key=lambda tier: self._line(tier).seconds(nbytes[tier]))
+
+    def _loser(self, tiers: Sequence[str], nbytes: int) -> str:
+        """Return the tier that takes longest of chunks that are loaded together or not at all."""
+        below = Counter(tier for tier in tiers if tier != "dram")
+        return self._slowest({tier: count * nbytes for tier, count in below.items()})
+
+    def _ends(self, tiers: Sequence[str], first: int, nbytes: int) -> list[tuple[int, float]]:
         """Return the chunks where a load may end best, and the seconds to load up to there.
 
         Those are the ends of runs of one tier and, since tiers are read beside each other and the
-        slowest counts, where a run begins to take longer than what is before it. None: one tier
-        is not known.
+        slowest counts, where a run begins to take longer than what is before it.
         """
         ends: list[tuple[int, float]] = []
         read: dict[str, int] = {}
@@ -279,9 +313,7 @@ class Costs:
             count = len(tuple(run))
             end += count
             if tier != "dram":
-                line = self._tiers.get(tier)
-                if line is None or not line.known:
-                    return None
+                line = self._line(tier)
                 before = read.get(tier, self._queued.get(tier, 0))
                 read[tier] = before + count * nbytes
                 free = _chunks_within(line, slowest, before, nbytes)
@@ -298,12 +330,12 @@ class Costs:
     ) -> tuple[int, float]:
         """Return where a load from the back meets the engine that computes from the front.
 
-        With the seconds until then; 0 and no time for a match that is no single tier's.
+        With the seconds until then; 0 and no time for a match that is no single, known tier's.
         """
         first, stop = computed // chunk[0], len(tiers)
         tier = tiers[-1]
         alone = tuple(tiers[first:]).count(tier) == stop - first
-        if computed % chunk[0] or not alone or tier == "dram":
+        if computed % chunk[0] or not alone or tier not in self._tiers:
             return 0, 0.0
         line, queued = self._tiers[tier], self._queued.get(tier, 0)
 

@@ -207,26 +207,31 @@ class Moves:
         too, for what follows that. Takes `within` seconds at most, a tier that does not answer
         included. pin, ahead: see ``Fetcher.fetch``.
         """
-        until = self._clock() + within
+        began = self._clock()
         if ask and await self._ask_within(prefix, found.chunks, within):
             found = self._catalog.match(prefix.names, prefix.shape, prefix.limit)
+        asked = self._clock() - began
         if found.tokens <= first * prefix.shape.chunk_tokens:
             return None
-        left = max(until - self._clock(), 0.0)
+        left = max(within - asked, 0.0)
         lease = await self._fetcher.fetch(
             prefix, first, found.tokens, within=left, hold=hold, pin=pin, ahead=ahead
         )
-        if lease is not None and not ahead:
-            self.used([name for chunk in lease.names for name in chunk])
+        if lease is not None:
+            lease.asked = asked
+            if not ahead:
+                self.used([name for chunk in lease.names for name in chunk])
         return lease
 
     async def prefetch(self, prefix: Prefix, found: Found, *, ask: bool, within: float) -> int:
         """Bring a prompt up into DRAM, as far as `within` seconds suffice, and hold nothing.
 
+        What was not found is not brought up, unless the shared tiers are to be asked.
         Returns the tokens that DRAM has of it then. What prefetches may read at a time is little,
         so it goes on by and by, and ends where nothing comes any more.
         """
         until = self._clock() + within
+        most = prefix.limit if ask else found.tokens
         reached = 0
         while True:
             left = max(until - self._clock(), 0.0)
@@ -237,7 +242,7 @@ class Moves:
             if lease is not None:
                 with lease:
                     tokens = lease.tokens
-            found = self._catalog.match(prefix.names, prefix.shape, prefix.limit)
+            found = self._catalog.match(prefix.names, prefix.shape, most)
             if tokens <= reached or tokens >= found.tokens or self._clock() >= until:
                 return tokens
             reached, ask = tokens, False

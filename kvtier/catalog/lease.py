@@ -41,11 +41,13 @@ class Lease:
     came from. It ends by ``release`` (or ``with``), or at its deadline; a CopyPlan issued before
     that keeps the slots until the copy has settled.
     pinned: the number of the cache whose pin it is; it ends with that too. 0 for no pin.
+    asked: seconds in which a shared tier was asked what it has, before anything was read.
     """
 
     __slots__ = (
         "_keeper",
         "_slots",
+        "asked",
         "deadline",
         "first",
         "names",
@@ -75,6 +77,7 @@ class Lease:
         self.rows = rows
         self.packed = packed
         self.sources = ("dram",) * len(names)
+        self.asked = 0.0
         self.deadline = deadline
         self.state = LeaseState.HELD
         self.plans = 0

@@ -45,6 +45,8 @@ class Place:
 
     def forget(self) -> None:
         """Leave what was computed to the tier alone."""
+        while not self.engine.idle:  # copies of the last saves may be under way
+            self.engine.step()
         self.engine.reset_prefix_cache()
         assert self.cache.flush(timeout=20)
         self.cache.clear("dram")

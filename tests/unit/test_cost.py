@@ -223,3 +223,41 @@ def test_a_tier_that_loses_is_tried_less_and_less_often(costs, clock):
     assert gaps == [5, 10, 20, 40, 80]
     costs.wins("s3")
     assert costs.probe_due("s3")
+
+
+# ------------------------------------------------------------------------------- odd observations
+
+
+def test_one_step_that_seems_instant_outweighs_no_others():
+    prefill = Prefill()
+    for _ in range(20):
+        prefill.add([(0, 512)], 0.512)
+    prefill.add([(0, 512)], 1e-6)
+    assert prefill.seconds(0, 512) > 0.2
+    for _ in range(12):  # an engine that has become fast is known all the same
+        prefill.add([(0, 512)], 0.00512)
+    assert prefill.seconds(0, 512) == pytest.approx(0.00512, rel=0.1)
+
+
+def test_a_tier_that_is_not_known_yet_does_not_have_a_slow_one_loaded(costs, clock):
+    taught(costs, clock, s3=1.0)
+    found = advise(costs, ["lmdb", "lmdb", "s3", "s3"])
+    assert (found.choice, found.tokens, found.skipped) == ("cut", 2 * 64, "s3")
+    assert advise(costs, ["lmdb"] * 8, meet=True).choice == "load"
+
+
+def test_of_windows_the_tier_that_loses_is_named_and_not_dram(costs, clock):
+    """What windows have passed counts as in DRAM: tried again there, a tier would lose for ever."""
+    taught(costs, clock, lmdb=0.001, s3=1.0)
+    assert advise(costs, ["dram", "lmdb", "s3"], whole=False).skipped == "s3"
+
+
+def test_a_read_that_outlasts_its_time_tells_that_its_tier_is_slow(costs, clock):
+    taught(costs, clock, s3=0.001)
+    reading = costs.begin("s3", CHUNK[1], 0.0)
+    clock.now += 5.0
+    costs.end(reading, "s3", 0)
+    costs.overdue(reading, "s3", CHUNK[1])
+    assert advise(costs, ["s3"] * 8).choice == "recompute"
+    costs.overdue(costs.begin("s3", CHUNK[1], 0.0), "s3", CHUNK[1])  # longer than nothing: no news
+    assert advise(costs, ["s3"] * 8).choice == "recompute"
