@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,14 @@ from typing import Any, Final, NoReturn
 import click
 
 import kvtier
+from kvtier.cli.output import drop_stdout
 from kvtier.errors import KvtierError, unknown
 
 __all__ = ["CommandGroup", "main", "run"]
 
 _BAD_INPUT: Final = 2
 _INTERRUPTED: Final = 130
+_UNWRITTEN: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE)
 _FATAL: Final = 128  # added to a signal's number, as shells do
 
 
@@ -77,6 +80,7 @@ def run(args: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit status: 2 for bad input, said in one line."""
     try:
         status = cli.main(args, prog_name="kvtier", standalone_mode=False)
+        sys.stdout.flush()  # at exit nobody would be told
     except click.NoSuchOption as error:
         options = [name for each in _parameters(error) for name in each.opts]
         return _bad_input(str(unknown("option", error.option_name, options)))
@@ -86,6 +90,14 @@ def run(args: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
     except KvtierError as error:
         return _bad_input(str(error))
+    except OSError as error:
+        if error.errno not in _UNWRITTEN:
+            raise
+        drop_stdout()
+        what = "what was found" if error.filename is None else error.filename
+        return _bad_input(
+            f"cannot write {what} ({error.strerror}); free some space, or have it written elsewhere"
+        )
     return status if isinstance(status, int) else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -10,7 +11,7 @@ import click
 
 from kvtier.errors import ConfigError
 
-__all__ = ["REPORT", "check_file", "not_written", "write_report"]
+__all__ = ["REPORT", "check_file", "drop_stdout", "not_written", "write_report"]
 
 
 class _ReportFile(click.ParamType[str]):
@@ -49,6 +50,13 @@ def write_report(text: str, file: str) -> None:
         Path(file).write_text(text, encoding="utf-8")
     except OSError as error:
         raise not_written(Path(file), error) from error
+
+
+def drop_stdout() -> None:
+    """Send what is left to say nowhere, where stdout takes nothing any more."""
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, sys.stdout.fileno())
+    os.close(nothing)
 
 
 def not_written(path: Path, error: Exception) -> ConfigError:

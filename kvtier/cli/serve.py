@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from kvtier.cli.output import drop_stdout
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -84,9 +85,7 @@ class _Teller:
             sys.stdout.write(text + "\n")
             sys.stdout.flush()
         except OSError:  # whoever read it is gone; the daemon goes on, and ends well
-            nothing = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nothing, sys.stdout.fileno())
-            os.close(nothing)
+            drop_stdout()
 
 
 def _run(found: Sequence[Principal], tell: _Teller) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -127,6 +128,24 @@ def test_looking_whether_a_report_can_be_written_leaves_nothing(tmp_path):
 def test_help_is_there(capsys, args):
     assert run(args) == 0
     assert "Usage: kvtier" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("args", [["plan", "llama-3-8b", "--gpu-memory", "80GB"], ["--help"]])
+def test_output_that_a_full_disk_refuses_is_no_traceback(args):
+    with Path("/dev/full").open("w") as full:
+        ran = subprocess.run(
+            [sys.executable, "-m", "kvtier", *args],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+    assert ran.returncode == 2
+    assert ran.stderr == (
+        "error: cannot write what was found (No space left on device); free some space, or have it "
+        "written elsewhere\n"
+    )
 
 
 def test_help_names_the_options_that_users_of_other_tools_know(capsys):
