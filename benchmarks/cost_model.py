@@ -34,6 +34,7 @@ from kvtier.bench.models import BLOCK_TOKENS, BenchModel, load_model
 from kvtier.bench.settings import RANDOM, SMOLLM2
 from kvtier.config import Config, TierConfig
 from kvtier.connectors.reference import ReferenceConnector
+from kvtier.cost import Costs
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import Engine, Sampling
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
@@ -177,6 +178,27 @@ def phase(
                 arm.close()
 
 
+def decisions() -> dict[str, dict[str, float]]:
+    """Return the microseconds of a decision on 512 chunks, by where they lie."""
+    costs = Costs(time.monotonic)
+    costs.believe_prefill(1e-3)
+    for tier, per_byte in (("lmdb", 1e-9), ("s3", 1e-8)):
+        costs.believe_tier(tier, 1e-3, per_byte)
+    places = {
+        "all in DRAM": ("dram",) * 512,
+        "all in NVMe": ("lmdb",) * 512,
+        "DRAM, NVMe, S3": ("dram",) * 200 + ("lmdb",) * 200 + ("s3",) * 112,
+        "another tier at each chunk": ("dram", "lmdb", "s3", "lmdb") * 128,
+    }
+    took: dict[str, list[float]] = {name: [] for name in places}
+    for _ in range(500):
+        for name, tiers in places.items():
+            began = time.perf_counter()
+            costs.advise(tiers, 0, 512 * CHUNK, (CHUNK, 1 << 20), whole=True, meet=True)
+            took[name].append(1e6 * (time.perf_counter() - began))
+    return {name: spread(each) for name, each in took.items()}
+
+
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return median and quartiles."""
     low, middle, high = statistics.quantiles(values, n=4)
@@ -199,7 +221,11 @@ def main() -> None:
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--decisions", action="store_true", help="only what a decision takes")
     args = parser.parse_args()
+    if args.decisions:
+        show({"decision_us": decisions()})
+        return
     if args.rounds < 3 or not 4 * CHUNK <= args.tokens <= 1900:
         parser.error("--rounds must be at least 3, --tokens from 256 to 1900")
     torch.set_num_threads(1)
@@ -217,6 +243,7 @@ def main() -> None:
         "rounds": args.rounds,
         "prefill_tokens_per_s": computing / per_token,
         "wrong_outputs": lost.wrong + even.wrong,
+        "decision_us": decisions(),
         "slow_tier": {
             "bytes_per_s": slow,
             "ttft_over_recompute": ratio(lost.seconds["advised"], lost.seconds["recompute"])["p50"],

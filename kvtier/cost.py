@@ -80,14 +80,11 @@ class Line:
         """Take note that `nbytes`, those queued before them included, took `seconds`."""
         if self.known and seconds < _NEWS * self.seconds(nbytes):
             self._forget()
-        for name, value in (
-            ("_n", 1.0),
-            ("_x", nbytes),
-            ("_y", seconds),
-            ("_xx", nbytes * nbytes),
-            ("_xy", nbytes * seconds),
-        ):
-            setattr(self, name, getattr(self, name) * _OLD + value)
+        self._n = self._n * _OLD + 1
+        self._x = self._x * _OLD + nbytes
+        self._y = self._y * _OLD + seconds
+        self._xx = self._xx * _OLD + nbytes * nbytes
+        self._xy = self._xy * _OLD + nbytes * seconds
         self.known = True
         spread = self._n * self._xx - self._x * self._x
         # Sizes that hardly differ tell nothing of the latency: all of it is the rate's then.
@@ -124,14 +121,11 @@ class Prefill:
             seconds = max(seconds, _FASTER * sum(self.seconds(*span) for span in spans))
         tokens = sum(stop - start for start, stop in spans) / seconds
         pairs = sum(_pairs(start, stop) for start, stop in spans) / seconds
-        for name, value in (
-            ("_tt", tokens * tokens),
-            ("_tp", tokens * pairs),
-            ("_pp", pairs * pairs),
-            ("_t", tokens),
-            ("_p", pairs),
-        ):
-            setattr(self, name, getattr(self, name) * _OLD_STEP + value)
+        self._tt = self._tt * _OLD_STEP + tokens * tokens
+        self._tp = self._tp * _OLD_STEP + tokens * pairs
+        self._pp = self._pp * _OLD_STEP + pairs * pairs
+        self._t = self._t * _OLD_STEP + tokens
+        self._p = self._p * _OLD_STEP + pairs
         self.known = True
         spread = self._tt * self._pp - self._tp * self._tp
         a = b = -1.0
