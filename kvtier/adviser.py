@@ -69,7 +69,7 @@ class Adviser:
         if found.skipped:
             if self.costs.probe_due(found.skipped):
                 self._probe(match, found.skipped)
-        elif found.seconds:
+        elif found.seconds and self.costs.losing:
             for tier in dict.fromkeys(match.tiers):
                 self.costs.wins(tier)
         unknown = match.unknown and self._worth_asking(match)

@@ -1,21 +1,19 @@
 """Load or recompute: what each takes on this machine, learnt from what it took.
 
 A fetch tells how long a tier takes for so many bytes, the engine's steps how long the model takes
-for so many tokens. From both follows where loading a prompt stops paying: a tier reads each chunk
-in the same time, while attention makes each later one dearer to compute, so that within one tier
-either none of the chunks pays, or those up to its last. A cut is always where the tier changes.
+for so many tokens. From both follows where loading a prompt stops paying (``kvtier.cut``).
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Final, Literal
 
 from kvtier.clock import Clock
+from kvtier.cut import Ahead, Speed, best_cut, slowest
 
 __all__ = ["LEAST_SPAN", "Advice", "Costs", "Line", "Prefill", "Reading"]
 
@@ -164,6 +162,7 @@ class Costs:
         self._lock = threading.Lock()
         self._tiers: dict[str, Line] = {}
         self._queued: dict[str, int] = {}
+        self._numbers = {"dram": "\0"}  # of each tier whose speed is known; the others have none
         self._prefill = Prefill()
         self._probes: dict[str, tuple[float, float]] = {}  # when the next is due, and its interval
 
@@ -172,7 +171,7 @@ class Costs:
     def believe_tier(self, tier: str, latency: float, per_byte: float) -> None:
         """Take a tier for one that answers after `latency` seconds, `per_byte` each, until read."""
         with self._lock:
-            line = self._tiers.setdefault(tier, Line())
+            line = self._known(tier)
             line.latency, line.per_byte, line.known = latency, per_byte, True
 
     def believe_prefill(self, per_token: float, per_pair: float = 0.0) -> None:
@@ -205,7 +204,7 @@ class Costs:
             self._queued[reading.tier] -= reading.nbytes
             if arrived > 0:
                 before = reading.queued - reading.nbytes if tier == reading.tier else 0
-                line = self._tiers.setdefault(tier, Line())
+                line = self._known(tier)
                 line.add(before + arrived, max(seconds - asked, 0.0))
         return seconds
 
@@ -217,7 +216,7 @@ class Costs:
         seconds = self._clock() - reading.began
         nbytes = reading.queued if tier == reading.tier else nbytes
         with self._lock:
-            line = self._tiers.setdefault(tier, Line())
+            line = self._known(tier)
             if seconds > line.seconds(nbytes):
                 line.add(nbytes, seconds)
 
@@ -260,26 +259,32 @@ class Costs:
         """
         with self._lock:
             first = computed // chunk[0]
-            ahead = tuple(tiers[first:])
-            if not self._prefill.known or ahead.count("dram") == len(ahead):
+            behind = tiers[first:]
+            alone = _alone(behind)
+            if not self._prefill.known or not behind or (alone and behind[0] == "dram"):
                 return Advice("load", tokens)
-            ends = self._ends(tiers, first, chunk[1])
-            recompute = self._prefill.seconds(computed, tokens)
-            best, stop = recompute, first
-            for end, load in ends if whole else ends[-1:]:
-                rest = self._prefill.seconds(min(end * chunk[0], tokens), tokens)
-                if load + rest <= best:
-                    best, stop = load + rest, end
-            if whole and meet:
-                begin, seconds = self._middle(tiers, computed, chunk)
+            ahead = self._ahead(behind, (first, tokens), chunk, alone=alone)
+            best = recompute = self._prefill.seconds(computed, tokens)
+            stop = first
+            load, count = best_cut(ahead) if whole else (slowest(ahead)[0], len(behind))
+            if load <= best:
+                best, stop = load, first + count
+            if whole and meet and alone:
+                begin, seconds = self._middle(behind[0], (computed, len(tiers)), chunk)
                 if begin and seconds <= _MEET * best:
                     return Advice("meet", tokens, begin, seconds, recompute)
             cut = min(max(stop * chunk[0], computed), tokens)
             if cut == tokens:
                 return Advice("load", tokens, 0, best, recompute)
             choice: Choice = "cut" if stop > first else "recompute"
-            skipped = tiers[stop] if whole else self._loser(ahead, chunk[1])
+            skipped = tiers[stop] if whole else self._loser(behind, ahead)
             return Advice(choice, cut, 0, best, recompute, skipped)
+
+    def _known(self, tier: str) -> Line:
+        """Return what is known of a tier of which something is."""
+        if tier != "dram" and tier not in self._tiers:
+            self._numbers[tier] = chr(1 + len(self._tiers))
+        return self._tiers.setdefault(tier, Line())
 
     def _line(self, tier: str) -> Line:
         """Return what is known of a tier; one that is not known yet takes no time."""
@@ -288,48 +293,45 @@ class Costs:
     def _slowest(self, nbytes: Mapping[str, int]) -> str:
         return max(nbytes, key=lambda tier: self._line(tier).seconds(nbytes[tier]))
 
-    def _loser(self, tiers: Sequence[str], nbytes: int) -> str:
-        """Return the tier that takes longest of chunks that are loaded together or not at all."""
-        below = Counter(tier for tier in tiers if tier != "dram")
-        return self._slowest({tier: count * nbytes for tier, count in below.items()})
+    def _ahead(
+        self, tiers: Sequence[str], at: tuple[int, int], chunk: tuple[int, int], *, alone: bool
+    ) -> Ahead:
+        """Return chunks that lie in these tiers, as what cuts them sees them.
 
-    def _ends(self, tiers: Sequence[str], first: int, nbytes: int) -> list[tuple[int, float]]:
-        """Return the chunks where a load may end best, and the seconds to load up to there.
-
-        Those are the ends of runs of one tier and, since tiers are read beside each other and the
-        slowest counts, where a run begins to take longer than what is before it.
+        at: the first chunk, and the tokens of the match. alone: all are in one tier.
         """
-        ends: list[tuple[int, float]] = []
-        read: dict[str, int] = {}
-        end = first
-        slowest = 0.0
-        for tier, run in itertools.groupby(tiers[first:]):
-            count = len(tuple(run))
-            end += count
-            if tier != "dram":
-                line = self._line(tier)
-                before = read.get(tier, self._queued.get(tier, 0))
-                read[tier] = before + count * nbytes
-                free = _chunks_within(line, slowest, before, nbytes)
-                if 0 <= free < count:  # a load ends before that chunk, or with it, or far behind
-                    start = end - count + free
-                    over = line.seconds(before + (free + 1) * nbytes)
-                    ends += [(start, slowest), (start + 1, max(slowest, over))]
-                slowest = max(slowest, line.seconds(read[tier]))
-            ends.append((end, slowest))
-        return ends
+        numbers = self._numbers
+        if alone:
+            where = numbers.get(tiers[0], "\0") * len(tiers)
+        else:
+            try:
+                where = "".join(itemgetter(*tiers)(numbers))  # no loop in Python
+            except KeyError:
+                where = "".join(numbers.get(tier, "\0") for tier in tiers)
+        speeds = {}
+        for tier, line in self._tiers.items():
+            if tier != "dram" and numbers[tier] in where:
+                queued = self._queued.get(tier, 0)
+                speeds[ord(numbers[tier])] = Speed(line.seconds(queued), line.per_byte * chunk[1])
+        prefill = self._prefill
+        speed = prefill.per_token, prefill.per_pair
+        return Ahead(where.encode("latin-1"), speeds, at[0], chunk[0], at[1], *speed)
+
+    def _loser(self, tiers: Sequence[str], ahead: Ahead) -> str:
+        """Return the tier that takes longest of chunks that are loaded together or not at all."""
+        return tiers[ahead.where.index(slowest(ahead)[1])]
 
     def _middle(
-        self, tiers: Sequence[str], computed: int, chunk: tuple[int, int]
+        self, tier: str, span: tuple[int, int], chunk: tuple[int, int]
     ) -> tuple[int, float]:
         """Return where a load from the back meets the engine that computes from the front.
 
-        With the seconds until then; 0 and no time for a match that is no single, known tier's.
+        With the seconds until then; 0 and no time for a tier that is not known. span: the token
+        where the engine begins, and the chunks of the match, of which the tier has all others.
         """
-        first, stop = computed // chunk[0], len(tiers)
-        tier = tiers[-1]
-        alone = tuple(tiers[first:]).count(tier) == stop - first
-        if computed % chunk[0] or not alone or tier not in self._tiers:
+        computed, stop = span
+        first = computed // chunk[0]
+        if computed % chunk[0] or tier not in self._tiers:
             return 0, 0.0
         line, queued = self._tiers[tier], self._queued.get(tier, 0)
 
@@ -359,17 +361,23 @@ class Costs:
             self._probes[tier] = (now + interval, min(2 * interval, _PROBE_MOST_SECONDS))
             return True
 
+    @property
+    def losing(self) -> bool:
+        """Whether a tier has lost, and is tried now and then."""
+        return bool(self._probes)
+
     def wins(self, tier: str) -> None:
         """Take note that a tier is worth loading from: when it loses next, try again soon."""
         with self._lock:
             self._probes.pop(tier, None)
 
 
-def _chunks_within(line: Line, seconds: float, before: int, nbytes: int) -> int:
-    """Return how many chunks a tier reads in that time, `before` bytes apart."""
-    left = seconds - line.seconds(before)
-    return int(left / (line.per_byte * nbytes) + 1e-9) if left > 0 and line.per_byte else 0
-
-
 def _pairs(start: int, stop: int) -> float:
     return (stop * stop - start * start) / 2
+
+
+def _alone(tiers: Sequence[str]) -> bool:
+    """Say whether there are chunks, and all in one tier. One of a tuple in C."""
+    if not tiers or tiers[0] != tiers[-1]:
+        return False
+    return tiers.count(tiers[0]) == len(tiers)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier import cut
 from kvtier.cost import Costs, Line, Prefill
 
 CHUNK = (64, 1 << 20)
@@ -182,6 +184,62 @@ def test_no_other_cut_is_better(tiers, lmdb, s3, per_pair):
         best = min(map(seconds, range(len(tiers) + 1)))
         assert seconds(found.tokens // 64) == pytest.approx(best)
         assert found.seconds == pytest.approx(best)
+
+
+def plainly(costs, tiers, computed, tokens, *, whole):
+    """Return the seconds of each cut, by its chunks, as one would say it who has all the time."""
+    first, seconds = computed // 64, {computed // 64: costs.recompute(computed, tokens)}
+    for stop in range(first + 1, len(tiers) + 1) if whole else [len(tiers)]:
+        below = Counter(tier for tier in tiers[first:stop] if tier in costs.figures())
+        loads = [
+            costs._tiers[tier].seconds(count * CHUNK[1] + costs._queued.get(tier, 0))
+            for tier, count in below.items()
+        ]
+        end = min(64 * stop, tokens)
+        seconds[stop] = max(loads, default=0.0) + costs.recompute(end, tokens)
+    return seconds
+
+
+PLACES = ["dram", "lmdb", "s3", "new"]
+RUNS = st.lists(st.tuples(st.sampled_from(PLACES), st.integers(1, 30)), min_size=1, max_size=12)
+
+
+@pytest.mark.parametrize("few", [0, cut._FEW_RUNS, 1 << 20])
+@given(
+    RUNS,
+    st.floats(0.001, 0.3),
+    st.floats(0.001, 0.3),
+    st.tuples(st.floats(0, 0.5), st.integers(0, 4)),
+    st.tuples(st.floats(0.001, 0.003), st.sampled_from([0.0, 1e-8, 1e-5])),
+    st.tuples(st.integers(0, 200), st.integers(0, 63)),
+    st.booleans(),
+)
+def test_a_decision_is_the_plain_one(few, runs, lmdb, s3, ahead, speed, lengths, whole):
+    """However it is found: by the ends of runs, by all ends, or as a load of all or nothing."""
+    costs = Costs(Hands())
+    latency, queued = ahead
+    costs.believe_tier("lmdb", latency, lmdb / CHUNK[1])
+    costs.believe_tier("s3", latency, s3 / CHUNK[1])
+    costs.believe_prefill(*speed)
+    costs.begin("lmdb", queued * CHUNK[1], 0.0)
+    tiers = tuple(tier for tier, count in runs for _ in range(count))
+    computed, lacking = lengths
+    tokens = 64 * len(tiers) - lacking
+    if computed >= tokens:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "_FEW_RUNS", few)
+        found = advise(costs, tiers, computed, tokens=tokens, whole=whole)
+    if all(tier == "dram" for tier in tiers[computed // 64 :]):
+        assert found.tokens == tokens
+        return
+    plain = plainly(costs, tiers, computed, tokens, whole=whole)
+    best = min(plain.values())
+    assert found.seconds == pytest.approx(best, rel=1e-6, abs=1e-9)
+    stop = computed // 64 if found.choice == "recompute" else -(-found.tokens // 64)
+    assert plain[stop] == pytest.approx(best, rel=1e-6, abs=1e-9)
+    if found.choice != "load":
+        assert found.skipped in costs.figures()
 
 
 @given(st.integers(3, 60), st.floats(0.01, 0.3), st.integers(0, 2))
