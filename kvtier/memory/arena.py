@@ -1,7 +1,8 @@
-"""The arena: one sealed memfd of host memory, cut into extents, each cut into equal slots.
+"""The arena: host memory of one piece, cut into extents, each cut into equal slots.
 
 The DRAM tier and the staging for slower tiers are the same slots. The memory is taken when the
-arena opens, whole and exact, so that nothing can fail for want of it later.
+arena opens, whole and exact, so that nothing can fail for want of it later. It is this process's
+own, or a sealed memfd that others map too.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.memory.numa import interleave, memory_nodes
-from kvtier.memory.sealed import PAGE_BYTES, no_memory, sealed_memory, sealed_size
+from kvtier.memory.private import fresh_id, private_memory
+from kvtier.memory.sealed import PAGE_BYTES, no_memory, sealed_size
 from kvtier.units import format_bytes, format_least
 
 __all__ = ["Arena", "Memory", "Slot", "slot_bytes_for"]
@@ -119,7 +121,8 @@ class Arena:
     capacity: bytes, cut down to whole pages and never exceeded. part_bytes: see ``cut_for``;
     with none, no slot can be had before that is called.
     fd: of memory that ``sealed_memory`` took, which others may have open; its size is what counts
-    then. The Arena closes it.
+    then, and the Arena closes it. Without, the memory is private: the kernel gives a process huge
+    pages of its own where it gives none of a memfd, and I/O to them costs a third of the CPU.
     """
 
     def __init__(
@@ -127,14 +130,17 @@ class Arena:
     ) -> None:
         if fd is None:
             _check_chunk(capacity, part_bytes)
-            fd = sealed_memory(capacity)
-        self.fd = fd
-        self.id = os.fstat(fd).st_ino
+        self.fd = -1 if fd is None else fd
+        self.closed = False
         with contextlib.ExitStack() as undo:
-            undo.callback(os.close, fd)
-            self.nbytes = sealed_size(fd)
+            undo.callback(self._close_file)
+            self.id = fresh_id() if fd is None else os.fstat(fd).st_ino
+            wanted = capacity if fd is None else sealed_size(fd)
+            self.nbytes = wanted // PAGE_BYTES * PAGE_BYTES
             try:
-                self._map = mmap.mmap(fd, self.nbytes)
+                self._map = (
+                    private_memory(self.nbytes) if fd is None else mmap.mmap(fd, self.nbytes)
+                )
                 self._map.madvise(mmap.MADV_DONTFORK)
                 with contextlib.suppress(OSError):  # a kernel without; it is advice, no more
                     self._map.madvise(mmap.MADV_HUGEPAGE)
@@ -277,15 +283,20 @@ class Arena:
 
     def close(self) -> None:
         """Give the memory back once the last view of it is gone. Idempotent."""
-        if self.fd < 0:
+        if self.closed:
             return
-        os.close(self.fd)
-        self.fd = -1
+        self.closed = True
+        self._close_file()
         self._view.release()
         self.memory = np.empty(0, np.uint8)
         with contextlib.suppress(BufferError):  # a view is still held: the mapping goes with it
             self._map.close()
         del self._map
+
+    def _close_file(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1
 
     def _cut_empty(self, slot_bytes: int) -> bool:
         """Cut an extent with no slot in use for this size; False when there is none."""
@@ -337,7 +348,7 @@ class Arena:
         """
         libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(self.memory.ctypes.data)
-        taken = _all_taken(self.fd)
+        taken = self.fd >= 0 and _all_taken(self.fd)
         flags = ctypes.c_uint(_MLOCK_ONFAULT if taken else 0)
         if libc.mlock2(address, ctypes.c_size_t(self.nbytes), flags) == 0:
             return True

@@ -1,7 +1,7 @@
 """An arena on a host of several memory nodes: its pages are spread over all of them.
 
 One node would fill alone, and engines on the others would share its bandwidth. The policy belongs
-to the memfd, so that it holds whoever touches a page first.
+to the memory, a memfd's too, so that it holds whoever touches a page first.
 """
 
 from __future__ import annotations

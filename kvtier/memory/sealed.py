@@ -11,7 +11,14 @@ from typing import Final
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes
 
-__all__ = ["PAGE_BYTES", "available_bytes", "no_memory", "sealed_memory", "sealed_size"]
+__all__ = [
+    "PAGE_BYTES",
+    "available_bytes",
+    "check_room",
+    "no_memory",
+    "sealed_memory",
+    "sealed_size",
+]
 
 PAGE_BYTES: Final = 4096
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -22,6 +29,19 @@ def sealed_memory(capacity: int) -> int:
 
     Its pages are not taken yet: an Arena does that. Raises ConfigError where there is no room.
     """
+    check_room(capacity)
+    fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, capacity // PAGE_BYTES * PAGE_BYTES)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        os.close(fd)
+        raise no_memory(capacity, error) from error
+    return fd
+
+
+def check_room(capacity: int) -> None:
+    """Refuse less than a page, and more than is available. Raises ConfigError."""
     if capacity < PAGE_BYTES:
         raise ConfigError(
             f"dram capacity {format_bytes(capacity)} is below one chunk of any model, and below "
@@ -33,14 +53,6 @@ def sealed_memory(capacity: int) -> int:
             f"dram capacity {format_bytes(capacity)} is more than the "
             f"{format_bytes(available)} of memory available here; ask for less"
         )
-    fd = os.memfd_create("kvtier-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, capacity // PAGE_BYTES * PAGE_BYTES)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-    except OSError as error:
-        os.close(fd)
-        raise no_memory(capacity, error) from error
-    return fd
 
 
 def sealed_size(fd: int) -> int:

@@ -3,7 +3,7 @@
 ``python -m kvtier.testing.ranked SCHEDULER PEER`` is a rank: descriptors of its socket to the
 scheduler, and of that to the other rank. It takes messages in order: "open", then steps and plans,
 and ends when the scheduler does. The arena is a daemon's, which it finds by the engine's id, or the
-scheduler's own, as a descriptor.
+scheduler's, as a descriptor: see ``shared_arena``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ from kvtier.engine.ranks import RankModel
 from kvtier.engine.runner import Runner
 from kvtier.engine.spans import StateCopy
 from kvtier.identity.geometry import Component
+from kvtier.memory.arena import Arena
+from kvtier.memory.sealed import sealed_memory
 from kvtier.testing.inside import inside
 
-__all__ = ["KINDS", "RANKS", "SHAPE", "Ranks", "main"]
+__all__ = ["KINDS", "RANKS", "SHAPE", "Ranks", "main", "shared_arena"]
 
 RANKS: Final = 2
 KINDS: Final = (Kind.WINDOW, Kind.LATENT, Kind.RECURRENT, Kind.FULL)
@@ -58,9 +60,10 @@ _IDLE_SECONDS: Final = 0.001
 class Ranks:
     """Both processes, as the scheduler sees them: a model, and pages for a connector.
 
-    seed: of the random weights. cache: opened with two shards. num_blocks, num_states: of a
-    rank's pools, at least what the engine thinks of. engine: the id that the cache was opened with,
-    where that is a daemon's; path: of its socket, unless it is a private daemon.
+    seed: of the random weights. cache: opened with two shards, and with a `shared_arena` if it is
+    in this process. num_blocks, num_states: of a rank's pools, at least what the engine thinks of.
+    engine: the id that the cache was opened with, where that is a daemon's; path: of its socket,
+    unless it is a private daemon.
     """
 
     def __init__(
@@ -133,6 +136,11 @@ class Ranks:
 def _started(*descriptors: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", __name__, *map(str, descriptors)]
     return subprocess.Popen(command, pass_fds=descriptors)  # noqa: S603  (this module itself)
+
+
+def shared_arena(capacity: int, part_bytes: Sequence[int]) -> Arena:
+    """Return what a Depot makes an Arena of, but of memory that ranks can map."""
+    return Arena(0, part_bytes, fd=sealed_memory(capacity))
 
 
 class _Rank:

@@ -283,7 +283,7 @@ def test_a_close_whose_flush_fails_still_closes(toy, monkeypatch):
     monkeypatch.setattr(toy.cache._desk.depot, "flush", lambda timeout: 1 // 0)
     with pytest.raises(ZeroDivisionError):
         toy.cache.close()
-    assert toy.cache._desk.depot.arena.fd == -1
+    assert toy.cache._desk.depot.arena.closed
     assert not [one for one in threading.enumerate() if one.name == "kvtier-flow"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from kvtier.engine import (
 from kvtier.engine.ranks import RankModel
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Needs
-from kvtier.testing.ranked import KINDS, RANKS, SHAPE, Ranks
+from kvtier.testing.ranked import KINDS, RANKS, SHAPE, Ranks, shared_arena
 from kvtier.testing.serving import CHUNK, GatedStore
 
 SAMPLING = Sampling(max_tokens=8)
@@ -42,7 +43,8 @@ class Tandem:
         self.store = GatedStore()
         settings = kvtier.Config(16 << 20, (kvtier.TierConfig("m", "", None, store=self.store),))
         namespace = kvtier.Namespace("small", geometry)
-        self.cache = kvtier.open(settings, namespace=namespace, shards=RANKS)
+        with mock.patch("kvtier.depot.Arena", shared_arena):
+            self.cache = kvtier.open(settings, namespace=namespace, shards=RANKS)
         self.ranks = Ranks(SHAPE, SEED, self.cache, num_blocks=64, num_states=16)
         self.device = CpuDevice()
 

@@ -320,4 +320,4 @@ def test_nobody_comes_once_it_ends(daemon, client):
         client.match("a", 2)
     client.disconnect()
     daemon.sessions.died(client.process)
-    assert daemon.depot.arena.fd == -1
+    assert daemon.depot.arena.closed
