@@ -1,6 +1,7 @@
 """What ``kvtier replay`` predicts of a trace, beside what the real cache does with it.
 
-    python benchmarks/predicted.py [TRACE] [--requests N] [--dir DIR] [--json FILE] [--plot PNG]
+    python benchmarks/predicted.py [TRACE] [--policy NAME] [--requests N] [--dir DIR]
+                                   [--json FILE] [--plot PNG]
 
 Without a TRACE (Mooncake's JSON lines) a synthetic one is made: conversations whose turns share
 what came before. Each request is matched, fetched and saved by a real cache of DRAM and an NVMe
@@ -30,9 +31,9 @@ import kvtier
 from kvtier.config import Config, TierConfig
 from kvtier.copyplan import CopyPlan
 from kvtier.planning.prices import Prices
+from kvtier.planning.replay import make_policy
 from kvtier.planning.stack import Level, Speeds, Stack, simulate_stack
 from kvtier.planning.trace import Trace, read_trace
-from kvtier.policies.lru import Lru
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.slowed import SlowedStore
 from kvtier.transfer import CopyResult, CopyStatus
@@ -72,12 +73,17 @@ def synthetic(requests: int, seed: int = 5) -> Trace:
 class Measured:
     """A real cache that serves a trace with an engine that is only a clock."""
 
-    def __init__(self, directory: Path, dram: int, disk: int) -> None:
+    def __init__(self, directory: Path, dram: int, disk: int, policy: str) -> None:
         options = {name: option.default for name, option in LmdbSlabStore.OPTIONS.items()}
         self.store = LmdbSlabStore.open(str(directory / "kv"), disk, options)
         slow = SlowedStore(self.store, CHUNK_BYTES / CHUNK_SECONDS, LATENCY)
-        tier = TierConfig("lmdb", "kv", disk, "through", store=slow, write_budget=float("inf"))
-        self.cache = kvtier.open(Config(dram, (tier,)), namespace=NAMESPACE)
+        tier = TierConfig(
+            *("lmdb", "kv", disk, "through"),
+            store=slow,
+            write_budget=float("inf"),
+            policy=policy,
+        )
+        self.cache = kvtier.open(Config(dram, (tier,), policy=policy), namespace=NAMESPACE)
         self.hits = 0
         self.tokens = 0
         self.ttft: list[float] = []
@@ -107,7 +113,7 @@ class Measured:
         self.cache.flush(timeout=60)
 
 
-def predicted(trace: Trace, blocks: tuple[int, int], warmup: float) -> Stack:
+def predicted(trace: Trace, blocks: tuple[int, int], warmup: float, policy: str) -> Stack:
     """Replay the trace through tiers of so many blocks."""
     block_bytes = BLOCK * GEOMETRY.bytes_per_token
     rate = block_bytes / CHUNK_SECONDS
@@ -118,7 +124,7 @@ def predicted(trace: Trace, blocks: tuple[int, int], warmup: float) -> Stack:
     return simulate_stack(
         trace,
         levels,
-        ("lru", Lru),
+        (policy, make_policy(policy, trace)),
         bytes_per_token=GEOMETRY.bytes_per_token,
         speeds=Speeds(1 / PREFILL),
         prices=Prices(),
@@ -132,6 +138,7 @@ def main() -> None:
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument("--policy", default="lru", help="of both tiers")
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--dram-chunks", type=int, default=500)
     parser.add_argument("--disk-chunks", type=int, default=1000)
@@ -152,7 +159,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         dram = args.dram_chunks * CHUNK_BYTES
         capacity = args.disk_chunks * DISK_BYTES + (4 << 20)
-        real = Measured(Path(directory), dram, capacity)
+        real = Measured(Path(directory), dram, capacity, args.policy)
         try:
             disk = capacity - real.store.capabilities.overhead
             room = (args.dram_chunks, disk // real.store.footprint(CHUNK_BYTES))
@@ -164,11 +171,12 @@ def main() -> None:
             print("\r\033[K", end="", file=sys.stderr)
         finally:
             real.cache.close()
-    told = predicted(trace, room, args.warmup)
+    told = predicted(trace, room, args.warmup, args.policy)
     rate = 100 * real.hits / real.tokens
     median = statistics.median(real.ttft)
     report = {
         "trace": trace.name,
+        "policy": args.policy,
         "requests": len(trace),
         "chunks": {"dram": room[0], "lmdb": room[1]},
         "hit_rate": {

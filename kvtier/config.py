@@ -2,7 +2,8 @@
 
 A tier is ``dram:SIZE`` or ``SCHEME:LOCATION?capacity=SIZE&option=value``; options begin after
 the last question mark, since a directory may have one in its name. Stores are found by the entry
-points ``kvtier.storage_backends``; the built-in ones come through the same door.
+points ``kvtier.storage_backends``, policies by ``kvtier.policies``; the built-in ones come through
+the same doors.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from urllib.parse import parse_qsl
 from kvtier.catalog.owners import Quota, check_floors
 from kvtier.checks import check_kind, check_whole, is_number
 from kvtier.errors import ConfigError, unknown
+from kvtier.policies.door import DEFAULT, check_policy
 from kvtier.tiers.store import Store
 from kvtier.units import parse_bytes, parse_fraction
 
@@ -36,7 +38,8 @@ __all__ = [
 ]
 
 ADMISSIONS: Final = ("through", "second-touch", "on-evict", "auto")
-_OWN_OPTIONS: Final = ("capacity", "admission", "write_budget")
+_DRAM_OPTIONS: Final = ("policy",)
+_OWN_OPTIONS: Final = ("capacity", "admission", "write_budget", *_DRAM_OPTIONS)
 _TABLES: Final = ("tiers", "tenants")
 _QUOTA_OPTIONS: Final = ("floor", "ceiling")
 _GROUP: Final = "kvtier.storage_backends"
@@ -53,6 +56,7 @@ class TierConfig:
     write_budget: bytes a day, math.inf for unlimited; None gives a durable tier of this host one
     capacity a day, and others no limit.
     store: one that is open already, in place of the one that scheme and location name.
+    policy: the name of the one that says what leaves the tier first.
     """
 
     scheme: str
@@ -62,6 +66,7 @@ class TierConfig:
     options: Mapping[str, object] = field(default_factory=dict)
     store: Store | None = None
     write_budget: float | None = None
+    policy: str = DEFAULT
 
     def __post_init__(self) -> None:
         check_kind("a tier's scheme", self.scheme, str, ConfigError)
@@ -75,6 +80,7 @@ class TierConfig:
             check_kind(f"the admission of {self.scheme}", self.admission, str, ConfigError)
             if self.admission not in ADMISSIONS:
                 raise unknown("admission", self.admission, ADMISSIONS)
+        _check_policy(self.scheme, self.policy)
         budget = self.write_budget
         if budget is not None and not (is_number(budget) and budget >= 1):
             raise ConfigError(f"{self.scheme} write_budget {budget!r} B is not one byte or more")
@@ -82,11 +88,15 @@ class TierConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """A cache: DRAM first, then slower tiers in their order. quotas: by tenant."""
+    """A cache: DRAM first, then slower tiers in their order. quotas: by tenant.
+
+    policy: of DRAM.
+    """
 
     dram: int
     tiers: tuple[TierConfig, ...] = ()
     quotas: Mapping[str, Quota] = field(default_factory=dict)
+    policy: str = DEFAULT
 
     def __post_init__(self) -> None:
         check_whole("dram, in bytes,", self.dram, 1, error=ConfigError)
@@ -94,6 +104,7 @@ class Config:
         for tier in self.tiers:
             check_kind("a tier of a config", tier, TierConfig, ConfigError)
         check_floors(self.quotas)
+        _check_policy("dram", self.policy)
 
     @classmethod
     def from_urls(cls, urls: Sequence[str]) -> Config:
@@ -109,7 +120,7 @@ class Config:
             raise ConfigError("two tiers name the same place")
         if dram[0].capacity is None:
             raise ConfigError("dram needs a size, such as dram:8GiB")
-        return cls(dram[0].capacity, tuple(parsed[1:]))
+        return cls(dram[0].capacity, tuple(parsed[1:]), policy=dram[0].policy)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Config:
@@ -189,9 +200,7 @@ def parse_tier(url: str) -> TierConfig:
     if not colon:
         raise ConfigError(f"tier {scheme!r} needs a colon: {scheme}:...")
     if scheme == "dram":
-        if "?" in rest:
-            raise ConfigError("dram takes a size only, such as dram:8GiB")
-        return TierConfig("dram", "", parse_bytes(rest))
+        return _dram(rest)
     location, mark, query = rest.rpartition("?")
     location, query = (location, query) if mark else (rest, "")
     shown = hidden(url)
@@ -218,7 +227,23 @@ def parse_tier(url: str) -> TierConfig:
         given.get("admission"),
         options,
         write_budget=_write_budget(budget) if budget is not None else None,
+        policy=given.get("policy", DEFAULT),
     )
+
+
+def _dram(text: str) -> TierConfig:
+    """Read what follows ``dram:``."""
+    size, _, query = text.partition("?")
+    given = parse_options(f"dram:{text}", query)
+    for name in given:
+        if name not in _DRAM_OPTIONS:
+            raise unknown("option of dram", name, _DRAM_OPTIONS)
+    return TierConfig("dram", "", parse_bytes(size), policy=given.get("policy", DEFAULT))
+
+
+def _check_policy(scheme: str, policy: object) -> None:
+    check_kind(f"the policy of {scheme}", policy, str, ConfigError)
+    check_policy(str(policy))
 
 
 def _write_budget(text: str) -> float:

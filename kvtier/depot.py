@@ -19,7 +19,7 @@ from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Arena, slot_bytes_for
 from kvtier.metrics import Metrics
 from kvtier.opening import check_room, index_tiers, open_tiers
-from kvtier.policies.lru import Lru
+from kvtier.policies.door import load_policy
 from kvtier.seams import CancelledError, Flow
 from kvtier.units import format_bytes, format_least
 
@@ -71,8 +71,14 @@ class Depot:
 
     def _start(self, config: Config, namespace: Namespace | None, shape: Shape | None) -> None:
         """Index what the tiers have, and start what runs in the background. Blocks."""
-        shelves = [Shelf("dram", Lru.together(), self.arena.nbytes)] + [
-            Shelf(tier.name, Lru.together(), setting.capacity, tier.store.capabilities.shared)
+        shelves = [Shelf("dram", load_policy(config.policy), self.arena.nbytes)]
+        shelves += [
+            Shelf(
+                tier.name,
+                load_policy(setting.policy),
+                setting.capacity,
+                tier.store.capabilities.shared,
+            )
             for tier, setting in zip(self.tiers.values(), config.tiers, strict=True)
         ]
         self._shelves = shelves

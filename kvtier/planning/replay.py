@@ -13,11 +13,9 @@ from kvtier.planning.compared import CostAware, Fifo, Sieve, TinyLfu, TwoQueues
 from kvtier.planning.optimum import ceiling, optimum
 from kvtier.planning.simulate import Hits, simulate
 from kvtier.planning.trace import Trace
-from kvtier.policies.arc import Arc
 from kvtier.policies.base import Policy
+from kvtier.policies.door import load_policy, policy_types
 from kvtier.policies.lfu import Lfu
-from kvtier.policies.lru import Lru
-from kvtier.policies.s3fifo import S3Fifo
 
 __all__ = [
     "OPTIMAL",
@@ -45,7 +43,7 @@ POLICIES: Final[dict[str, str]] = {
     "cost": "what is cheapest to compute again leaves first",
     OPTIMAL: "the most hits that are possible, knowing the future",
 }
-"""Every policy by name, and what it does."""
+"""Every policy by name, and what it does; a plug-in is known by its name alone."""
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -74,13 +72,17 @@ class Replay(msgspec.Struct, frozen=True):
 
 
 def chosen(names: str) -> list[str]:
-    """Return the policies that ``all`` or ``lru,optimal`` means. Raises ConfigError."""
+    """Return the policies that ``all`` or ``lru,optimal`` means. Raises ConfigError.
+
+    Plug-ins come after those that are built in.
+    """
+    known = dict.fromkeys((*POLICIES, *sorted(policy_types())))
     if names == "all":
-        return list(POLICIES)
+        return list(known)
     found = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
     for name in found:
-        if name not in POLICIES:
-            raise unknown("policy", name, (*POLICIES, "all"))
+        if name not in known:
+            raise unknown("policy", name, (*known, "all"))
     return found
 
 
@@ -137,19 +139,22 @@ def _result(policy: str, capacity: int, hits: Hits) -> Result:
 
 
 def make_policy(name: str, trace: Trace) -> Callable[[], Policy]:
-    """Return what makes an empty policy."""
+    """Return what makes an empty policy: of the live ones, what a cache would use."""
     if name == "cost":
         depths = trace.depths()
         return partial(CostAware, lambda block: 1.0 + depths[block] / 64)
     makers: dict[str, Callable[[], Policy]] = {
-        "lru": Lru,
-        "arc": Arc,
-        "s3fifo": S3Fifo,
-        "lfu": Lfu,
         "lfu-unaged": partial(Lfu, aging=False),
         "fifo": Fifo,
         "sieve": Sieve,
         "2q": TwoQueues,
         "w-tinylfu": TinyLfu,
     }
-    return makers[name]
+    if name in makers:
+        return makers[name]
+    load_policy(name)  # its faults are named now
+
+    def fresh() -> Policy:  # no two together: a block may be in several tiers
+        return load_policy(name)()
+
+    return fresh

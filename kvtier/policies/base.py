@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 __all__ = ["Policy"]
 
 
+@runtime_checkable
 class Policy(Protocol):
     """Orders the rows of one tier. Rows are small integers; calls come under one lock.
 

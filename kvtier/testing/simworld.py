@@ -85,7 +85,7 @@ class World:
         self.ledgers: dict[int, Ledger] = {}
         settings = [self._open(number, one) for number, one in enumerate(scenario.tiers, 1)]
         quotas = draw_quotas(loop, scenario) if self.atomic else {}
-        config = Config(scenario.dram_slots * PAGE_BYTES, tuple(settings), quotas)
+        config = Config(scenario.dram_slots * PAGE_BYTES, tuple(settings), quotas, scenario.policy)
         flow = SimFlow(loop)
         self.cache = self.open_cache(config, namespace, flow)
         self.oracle = Oracle(self.cache, self.model, loop.time)
@@ -141,7 +141,15 @@ class World:
         self.stores.append(store)
         a_day = math.inf if shape.writes is None else shape.writes * self._largest
         self.meters.append(Meter(store, a_day, self.loop.time))
-        return TierConfig("memory", "", capacity, shape.admission, store=store, write_budget=a_day)
+        return TierConfig(
+            "memory",
+            "",
+            capacity,
+            shape.admission,
+            store=store,
+            write_budget=a_day,
+            policy=self.scenario.policy,
+        )
 
     async def live(self) -> None:
         """Serve all requests, then wind down and check that nothing is left; or crash."""

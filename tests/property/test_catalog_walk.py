@@ -13,7 +13,7 @@ from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.owners import Quota
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
-from kvtier.policies.lru import Lru
+from kvtier.policies.door import load_policy
 from kvtier.testing.small_catalog import PART_BYTES, SHAPE, SUM, Clock, chain, names
 
 SLOTS = 12
@@ -26,14 +26,14 @@ MID, LOW = 1, 2
 class Walk:
     """One walk. It knows every hold that it took, and so how many each row must have."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, policy: str = "lru") -> None:
         self.rng = random.Random(f"{seed}/walk")
         self.clock, self.metrics = Clock(), Metrics()
         self.arena = Arena(SLOTS * PART_BYTES, [PART_BYTES])
         shelves = [
-            Shelf("dram", Lru.together(), SLOTS * PART_BYTES),
-            Shelf("mid", Lru.together(), 10 * PART_BYTES),
-            Shelf("low", Lru.together(), None),
+            Shelf("dram", load_policy(policy), SLOTS * PART_BYTES),
+            Shelf("mid", load_policy(policy), 10 * PART_BYTES),
+            Shelf("low", load_policy(policy), None),
         ]
         self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics, QUOTAS)
         self.index, self.room = self.catalog._index, self.catalog._room
@@ -379,6 +379,15 @@ class Walk:
 @pytest.mark.parametrize("seed", range(12))
 def test_a_long_walk_leaves_everything_in_its_place(seed):
     walk = Walk(seed)
+    for _ in range(STEPS):
+        walk.step()
+    walk.rest()
+
+
+@pytest.mark.parametrize("policy", ["arc", "lfu", "s3fifo"])
+@pytest.mark.parametrize("seed", range(3))
+def test_so_does_a_walk_under_another_policy(policy, seed):
+    walk = Walk(seed, policy)
     for _ in range(STEPS):
         walk.step()
     walk.rest()

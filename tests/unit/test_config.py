@@ -108,7 +108,7 @@ WRONG_LISTS: dict[str, tuple[list[str], str]] = {
     "dram without size": (["dram:"], "is not a size"),
     "dram without unit": (["dram:8"], "no known unit"),
     "dram unbounded": (["dram:unbounded"], "is not a size"),
-    "dram with options": (["dram:8GiB?capacity=8GiB"], "dram takes a size only"),
+    "dram with options": (["dram:8GiB?capacity=8GiB"], "unknown option of dram 'capacity'"),
 }
 
 
