@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import TYPE_CHECKING
 
-from kvtier.catalog.catalog import Catalog, Part
+import numpy as np
+
+from kvtier.catalog.catalog import Catalog, Parts
 from kvtier.clock import Clock
 from kvtier.config import Config, TierConfig, load_store, store_types
 from kvtier.errors import ConfigError, unknown
@@ -15,6 +16,7 @@ from kvtier.identity.record import Part as PartName
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow
 from kvtier.tiers.budget import WriteBudget
+from kvtier.tiers.stock import Stock, StockedStore, stock_of
 from kvtier.tiers.store import Capabilities, Store
 from kvtier.tiers.tier import Tier
 from kvtier.units import format_bytes, format_least
@@ -108,16 +110,31 @@ def index_tiers(
         capabilities = tier.store.capabilities
         if capabilities.shared or not capabilities.durable:
             continue
-        owner_of = cache(catalog.owner)  # of few namespaces and sizes there are many records
-        footprint_of = cache(tier.footprint)
         try:
-            for header in tier.store.scan():
-                nbytes = sizes.get((header.namespace, header.part), header.raw_bytes)
-                owner = owner_of(header.namespace)
-                part = Part(header.id, header.parent, header.depth, nbytes, owner)
-                catalog.stored(part, number, footprint_of(header.stored_bytes))
+            store = tier.store
+            stock = store.stock() if isinstance(store, StockedStore) else stock_of(store.scan())
+            catalog.stored_many(_parts(catalog, tier, stock, sizes), number)
         except Exception as error:
             raise ConfigError(
                 f"the records of tier {tier.name!r} cannot be listed "
                 f"({type(error).__name__}: {error}); repair its medium, or open without it"
             ) from error
+
+
+def _parts(
+    catalog: Catalog, tier: Tier, stock: Stock, sizes: Mapping[tuple[bytes, PartName], int]
+) -> Parts:
+    """Return what a tier has as the catalog takes it. Of few kinds there are many records."""
+    owners = np.array([catalog.owner(namespace) for namespace, _ in stock.kinds], np.uint16)
+    known = np.array([sizes.get(kind, -1) for kind in stock.kinds], np.int64)
+    nbytes = np.where(known[stock.kind] < 0, stock.raw_bytes, known[stock.kind])
+    lengths, which = np.unique(stock.stored_bytes, return_inverse=True)
+    footprints = np.array([tier.footprint(length) for length in lengths.tolist()], np.int64)
+    return Parts(
+        stock.names,
+        stock.parents,
+        stock.depths,
+        nbytes,
+        owners[stock.kind],
+        footprints[which],
+    )

@@ -41,7 +41,9 @@ from kvtier.storage_backends.slab_ledger import Batch, Ledger, Log
 from kvtier.storage_backends.slab_recovery import LEAST_BYTES, recover
 from kvtier.storage_backends.slab_repair import purge, verify
 from kvtier.storage_backends.slab_runs import Placed, headers, in_order, readable, runs, unrepeated
+from kvtier.storage_backends.slab_stock import stock
 from kvtier.storage_backends.slab_survey import survey
+from kvtier.tiers.stock import Stock
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 from kvtier.tiers.survey import Purged, Survey, Tell, Verdict
 
@@ -231,6 +233,11 @@ class LmdbSlabStore:
             self._check_usable()
             step = names[start : start + _SCAN_STEP]
             yield from headers(step, self._ledger.find(step))
+
+    def stock(self) -> Stock:
+        """Return what `scan` would yield. See StockedStore."""
+        self._check_usable()
+        return stock(self._ledger)
 
     # ------------------------------------------------------------------------------------ writing
 

@@ -28,7 +28,16 @@ from numpy.typing import NDArray
 from kvtier.errors import Unavailable
 from kvtier.identity.record import HEADER_BYTES, RECORD_ID_BYTES, RecordId
 
-__all__ = ["VALUE_BYTES", "WHERE", "Entry", "Index", "Page", "unpack_entry", "where_of"]
+__all__ = [
+    "VALUE_BYTES",
+    "WHERE",
+    "Entry",
+    "Index",
+    "Page",
+    "pack_entry",
+    "unpack_entry",
+    "where_of",
+]
 
 _WHERE: Final = struct.Struct("<QII")
 VALUE_BYTES: Final = _WHERE.size + HEADER_BYTES
@@ -115,17 +124,19 @@ class Index:
 
     def page(self, after: RecordId, limit: int) -> Page:
         """Return up to `limit` entries that follow `after`, by name; b"" begins."""
+        lot = self.lot(after, limit)
+        where = b"".join(where_of(value) for _, value in lot)
+        return Page([name for name, _ in lot], np.frombuffer(where, WHERE))
+
+    def lot(self, after: RecordId, limit: int) -> list[tuple[RecordId, bytes]]:
+        """Return the same as it is in the file: names and values."""
         self._check()
-        values: list[tuple[RecordId, bytes]] = []
         with self._reading, _failing("cannot be read"), self._env.begin() as txn:
             cursor = txn.cursor()
             more = cursor.set_range(after) if after else cursor.first()
             if more and cursor.key() == after:
                 more = cursor.next()
-            if more:
-                values = list(itertools.islice(cursor.iternext(), limit))  # no loop in Python
-        where = b"".join(where_of(value) for _, value in values)
-        return Page([name for name, _ in values], np.frombuffer(where, WHERE))
+            return list(itertools.islice(cursor.iternext(), limit)) if more else []  # all in C
 
     def commit(self, operations: Mapping[RecordId, Entry | None]) -> None:
         """Put each entry and remove each name whose entry is None, in order.
@@ -163,8 +174,7 @@ class Index:
                 if entry is None:
                     txn.delete(name)
                 else:
-                    where = _WHERE.pack(entry.sequence, entry.segment, entry.slot)
-                    txn.put(name, where + entry.head)
+                    txn.put(name, pack_entry(entry))
 
     def grow(self, size: int) -> None:
         """Make the file and its map `size` bytes long. No transaction may be open."""
@@ -224,6 +234,11 @@ def _failing(what: str) -> Iterator[None]:
 def where_of(value: bytes) -> bytes:
     """Return where the record of a value lies, as WHERE; one of another length leads nowhere."""
     return value[: _WHERE.size] if len(value) == VALUE_BYTES else _NOWHERE
+
+
+def pack_entry(entry: Entry) -> bytes:
+    """Return the value that an entry is in the index."""
+    return _WHERE.pack(entry.sequence, entry.segment, entry.slot) + entry.head
 
 
 def unpack_entry(value: bytes) -> Entry:

@@ -145,11 +145,19 @@ class Ledger:
         with self._lock:
             return self._index.page(after, limit)
 
+    def lot(self, after: RecordId, limit: int) -> list[tuple[RecordId, bytes]]:
+        """Return the same with all that the index has of each."""
+        with self._lock:
+            return self._index.lot(after, limit)
+
+    def changes(self) -> dict[RecordId, Entry | None]:
+        """Return what no commit has brought into the index yet: None where an entry goes."""
+        with self._lock:
+            return self._in_commit.operations | self._pending.operations
+
     def uncommitted(self) -> dict[RecordId, Entry]:
         """Return the entries that no commit has brought into the index yet."""
-        with self._lock:
-            both = self._in_commit.operations | self._pending.operations
-        return {name: entry for name, entry in both.items() if entry}
+        return {name: entry for name, entry in self.changes().items() if entry}
 
     def batch_of(self, name: RecordId, head: bytes) -> tuple[bool, Batch | None]:
         """Say whether this very record is in force, and with which batch it will be committed."""

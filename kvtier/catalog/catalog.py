@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvtier.catalog.below import LOT, Part, Victim
 from kvtier.catalog.explain import ChunkPlace, Glance
+from kvtier.catalog.filling import Parts, fill
 from kvtier.catalog.gone import Gone
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease, Leases, LeaseState
@@ -28,7 +29,7 @@ from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 
-__all__ = ["LOT", "Catalog", "Found", "Part", "Shelf", "Victim"]
+__all__ = ["LOT", "Catalog", "Found", "Part", "Parts", "Shelf", "Victim"]
 
 
 class Found(NamedTuple):
@@ -70,6 +71,16 @@ class Catalog(Removal):
             if tenant is not None:
                 self._room.assign(number, self._owners.share_of(tenant))
             return number
+
+    def stored_many(self, parts: Parts, tier: int) -> None:
+        """Do as ``stored`` would for each of many parts, heads first; at reopening, all at once.
+
+        Holds the lock as long as that takes.
+        """
+        with self._lock:
+            left = fill(self._room, parts, tier)
+        for at in left:
+            self.stored(parts.part(at), tier, int(parts.charged[at]))
 
     # ---- match
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot, slot_bytes_for
@@ -65,6 +66,11 @@ class Index:
         """Rows in use, those kept only for their children included."""
         return len(self.rows)
 
+    @property
+    def blank(self) -> bool:
+        """Whether there never was a row."""
+        return not self.names
+
     def find(self, name: RecordId) -> int:
         """Return the row of a part, or NO_ROW."""
         return self.rows.get(name, NO_ROW)
@@ -106,6 +112,41 @@ class Index:
         if not self.serial[row]:
             self.raw_bytes[row] = raw_bytes
         return row
+
+    def fill(
+        self,
+        names: Sequence[RecordId],
+        parents: NDArray[np.intp],
+        depths: NDArray[np.int32],
+        owners: NDArray[np.uint16],
+        raw_bytes: NDArray[np.int64],
+        tier: int,
+        charged: NDArray[np.int64],
+    ) -> None:
+        """Make parts present in one tier, while this is blank; as `ensure` and `add` would.
+
+        parents: of each the row, which is smaller than its own and one less deep, or NO_ROW.
+        """
+        count = len(names)
+        self.names.extend(names)
+        self.rows.update(zip(names, range(count), strict=True))
+        self._sums.frombytes(bytes(count * _SUM.size))
+        children = np.bincount(parents[parents != NO_ROW], minlength=count)
+        child, following, last = _chained(parents)
+        for column, values in (
+            *((self.parent, parents), (self.depth, depths), (self.owner, owners)),
+            *((self.children, children), (self.kids[tier], children)),
+            *((self.raw_bytes, raw_bytes), (self.charged[tier], charged)),
+            *((self._child, child), (self._next, following), (self._last, last)),
+            (self.present, np.full(count, 1 << tier)),
+        ):
+            column.frombytes(values.astype(column.typecode).tobytes())
+        for column in (self.level, self.parked, self.holds, self.offset, self.serial):
+            column.frombytes(bytes(count * column.itemsize))
+        for number in range(len(self.kids)):
+            if number != tier:
+                for column in (self.kids[number], self.charged[number]):
+                    column.frombytes(bytes(count * column.itemsize))
 
     def line(self, row: int) -> list[int]:
         """Return a row and all above it, the topmost first."""
@@ -287,6 +328,19 @@ class Index:
         self.owner[row] = owner
         self.level[row] = 0
         return row
+
+
+def _chained(parents: NDArray[np.intp]) -> tuple[NDArray[np.intp], ...]:
+    """Return of each row its first child, and its two neighbours among its parent's children."""
+    child, following, last = np.full((3, len(parents)), NO_ROW)
+    rows = np.flatnonzero(parents != NO_ROW)
+    rows = rows[np.argsort(parents[rows], kind="stable")]
+    siblings = parents[rows[1:]] == parents[rows[:-1]]
+    older, newer = rows[:-1][siblings], rows[1:][siblings]
+    following[newer], last[older] = older, newer
+    first = rows[np.append(~siblings, True)[: len(rows)]]  # the last one to come
+    child[parents[first]] = first
+    return child, following, last
 
 
 def _nobody(_row: int) -> None:

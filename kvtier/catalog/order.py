@@ -12,8 +12,11 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvtier.catalog.index import NO_ROW, Index
-from kvtier.policies.base import Policy
+from kvtier.policies.base import FillablePolicy, Policy
 
 __all__ = ["Order"]
 
@@ -77,6 +80,19 @@ class Order:
         """A part came into the tier."""
         self._count += 1
         self._put(row)
+
+    def fill(self, rows: NDArray[np.intp], parents: NDArray[np.intp]) -> None:
+        """Parts of one share came into the empty tier, each after its parent; none is an orphan.
+
+        parents: of every row that there is.
+        """
+        self._count += len(rows)
+        policy = self._queue(int(rows[0])).policy
+        if isinstance(policy, FillablePolicy):
+            policy.fill(rows.tolist(), parents[rows].tolist())
+        else:
+            for row in rows.tolist():
+                self._put(row)
 
     def touch(self, rows: Sequence[int]) -> None:
         """Parts were used, in this order; those that are not in the tier are passed over."""

@@ -38,6 +38,9 @@ __all__ = [
     "CODEC_RAW",
     "HEADER_BYTES",
     "KEY_BYTES",
+    "MAGIC",
+    "MOST_BYTES",
+    "MOST_DEPTH",
     "RECORD_ID_BYTES",
     "RECORD_VERSION",
     "Header",
@@ -54,7 +57,7 @@ HEADER_BYTES: Final = 256
 KEY_BYTES: Final = 32
 CODEC_RAW: Final = 0
 
-_MAGIC: Final = b"KVTIERrc"
+MAGIC: Final = b"KVTIERrc"
 _BODY: Final = struct.Struct("<8sHHI32s32s32s10s10sIQQ16s16s56s")
 _PART: Final = struct.Struct("<HHHHH")
 _NO_PARENT: Final = bytes(KEY_BYTES)
@@ -63,8 +66,8 @@ _KEY: Final = slice(48, 80)
 _SUFFIX: Final = slice(112, 122)
 _VERSION: Final = struct.Struct("<8xH")
 _SUM_AT: Final = HEADER_BYTES - 16
-_MAX_DEPTH: Final = 1 << 31
-_MAX_BYTES: Final = 1 << 40
+MOST_DEPTH: Final = 1 << 31
+MOST_BYTES: Final = 1 << 40
 RECORD_ID_BYTES: Final = KEY_BYTES + _PART.size
 
 RecordId = bytes
@@ -136,7 +139,7 @@ class Header(msgspec.Struct, frozen=True):
         """Return the header as its 256 bytes."""
         parent = self.parent or _NO_PARENT + _NO_PART
         body = _BODY.pack(
-            _MAGIC,
+            MAGIC,
             RECORD_VERSION,
             self.codec,
             self.depth,
@@ -165,7 +168,7 @@ class Header(msgspec.Struct, frozen=True):
             if len(data) == HEADER_BYTES and type(data) is bytes
             else bytes(data[:HEADER_BYTES])
         )
-        if len(head) < HEADER_BYTES or head[:8] != _MAGIC:
+        if len(head) < HEADER_BYTES or head[:8] != MAGIC:
             raise Corrupt("not a kvtier record")
         (version,) = _VERSION.unpack_from(head)
         if checksum(head[:_SUM_AT]) != head[_SUM_AT:]:
@@ -179,7 +182,7 @@ class Header(msgspec.Struct, frozen=True):
         part = _possible_part(suffix)
         parent = None if above == _NO_PARENT else above + above_suffix
         # Anybody can compute a checksum: a shared tier's headers must be possible, too.
-        if part is None or depth >= _MAX_DEPTH or max(raw_bytes, stored_bytes) > _MAX_BYTES:
+        if part is None or depth >= MOST_DEPTH or max(raw_bytes, stored_bytes) > MOST_BYTES:
             raise Corrupt("a record header names an impossible part, depth or size")
         return cls(
             namespace=namespace,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Policy"]
+__all__ = ["FillablePolicy", "Policy"]
 
 
 @runtime_checkable
@@ -48,4 +48,13 @@ class Policy(Protocol):
 
     def __len__(self) -> int:
         """Rows in the tier."""
+        ...
+
+
+@runtime_checkable
+class FillablePolicy(Policy, Protocol):
+    """A policy into which many parts can come at once."""
+
+    def fill(self, rows: Sequence[int], parents: Sequence[int]) -> None:
+        """Do as ``insert`` would for each row, in this order; all of them are new here."""
         ...

@@ -45,11 +45,7 @@ class Lru:
     def insert(self, row: int, key: Hashable, parent: int = _NONE) -> None:
         """See Policy. A part that continues another becomes the next older one."""
         del key
-        if row >= len(self._inside):
-            grow = row + 1 - len(self._inside)
-            self._inside.extend((0,) * grow)
-            self._older.extend((_NONE,) * grow)
-            self._newer.extend((_NONE,) * grow)
+        self._reach(row)
         if self._inside[row] == self._number:
             self.touch((row,))
             return
@@ -59,6 +55,27 @@ class Lru:
             self._link(row, row, self._newest, _NONE)
         self._inside[row] = self._number
         self._count += 1
+
+    def fill(self, rows: Sequence[int], parents: Sequence[int]) -> None:
+        """See FillablePolicy."""
+        self._reach(max(rows, default=_NONE))
+        inside, older, newer = self._inside, self._older, self._newer
+        mine, newest = self._number, self._newest
+        for row, parent in zip(rows, parents, strict=True):
+            if parent != _NONE and inside[parent] == mine:
+                before = older[parent]
+                older[parent], newer[row] = row, parent
+            else:
+                before = newest
+                newest = row
+            older[row] = before
+            if before == _NONE:
+                self._oldest = row
+            else:
+                newer[before] = row
+            inside[row] = mine
+        self._newest = newest
+        self._count += len(rows)
 
     def touch(self, rows: Sequence[int]) -> None:
         """See Policy. Rows that stand in this order already are moved as one run."""
@@ -98,6 +115,14 @@ class Lru:
     def __len__(self) -> int:
         """See Policy."""
         return self._count
+
+    def _reach(self, row: int) -> None:
+        """Let there be room for a row."""
+        grow = row + 1 - len(self._inside)
+        if grow > 0:
+            self._inside.extend((0,) * grow)
+            self._older.extend((_NONE,) * grow)
+            self._newer.extend((_NONE,) * grow)
 
     def _link(self, first: int, last: int, older: int, newer: int) -> None:
         """Put a run of rows, linked to each other, between two neighbours, or at an end."""

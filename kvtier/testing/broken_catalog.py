@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from kvtier.cache import Cache
-from kvtier.catalog.catalog import LOT, Catalog, Found
+from kvtier.catalog.catalog import LOT, Catalog, Found, Parts
 from kvtier.catalog.index import DRAM, NO_ROW, Index
 from kvtier.catalog.lease import Lease, Leases, LeaseState
 from kvtier.catalog.shelf import Room
@@ -244,12 +244,15 @@ def let_a_reservation_evict_its_ancestors() -> list[Patch]:
 
 @_takes_away("what a tier stores counts against its budget", "bytes of|budget|are counted")
 def charge_nothing_for_what_is_stored() -> list[Patch]:
-    stored = Catalog.stored
+    stored, stored_many = Catalog.stored, Catalog.stored_many
 
     def broken(self: Catalog, part: Any, tier: int, charged: int, *args: Any) -> None:
         stored(self, part, tier, charged * 0, *args)
 
-    return [(Catalog, "stored", broken)]
+    def many(self: Catalog, parts: Parts, tier: int) -> None:
+        stored_many(self, parts._replace(charged=parts.charged * 0), tier)
+
+    return [(Catalog, "stored", broken), (Catalog, "stored_many", many)]
 
 
 @_takes_away("a part that a tier lost is dropped, so that it fails once", "second time|lacks")

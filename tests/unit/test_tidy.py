@@ -38,8 +38,8 @@ GROUND = FLOORS[0].split()
 # These see less than their floor would let them.
 SEES_ONLY = {
     "storage_backends": [
-        *("storage_backends", "tiers.store", "tiers.survey", "tiers.collection"),
-        "identity.record",
+        *("storage_backends", "tiers.store", "tiers.stock", "tiers.survey", "tiers.collection"),
+        *("identity.record", "identity.headers"),
         *GROUND,
     ],
     "connectors": [
