@@ -22,6 +22,7 @@ from kvtier.device.driver import Event
 from kvtier.device.nvrtc import Nvrtc, cubin, default_folder
 from kvtier.device.paths import Choice, kept_table
 from kvtier.errors import ConfigError
+from kvtier.gpus import torch_for_gpu
 from kvtier.units import format_bytes
 
 __all__ = ["TorchDriver", "cuda_device"]
@@ -73,7 +74,7 @@ class TorchDriver:
     """
 
     def __init__(self, index: int = 0, folder: Path | None = None) -> None:
-        torch = _torch(index)
+        torch = torch_for_gpu(index, _CHOOSE_CPU)
         self._torch, self._device = torch, torch.device("cuda", index)
         cupy = _cupy()
         properties = torch.cuda.get_device_properties(index)
@@ -193,29 +194,6 @@ def cuda_device(
     """
     driver = TorchDriver(index, folder)
     return CudaDevice(driver, kept_table(folder or default_folder(), driver.name), way)
-
-
-def _torch(index: int) -> Any:
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError(f"a CUDA device needs torch: pip install torch; {_CHOOSE_CPU}")
-    import torch
-
-    if torch.version.cuda is None:
-        raise ConfigError(
-            f"this torch ({torch.__version__}) is built without CUDA: install one that is built "
-            f"with it; {_CHOOSE_CPU}"
-        )
-    try:
-        torch.cuda.init()
-        count = torch.cuda.device_count()
-    except (RuntimeError, AssertionError) as error:  # no driver, an old one, or no GPU
-        raise ConfigError(
-            f"CUDA cannot be used: {error}; install a driver that is as new as CUDA "
-            f"{torch.version.cuda}; {_CHOOSE_CPU}"
-        ) from error
-    if not 0 <= index < count:
-        raise ConfigError(f"GPU {index} is not there, of {count} that torch finds; {_CHOOSE_CPU}")
-    return torch
 
 
 def _cupy() -> Any:

@@ -1,4 +1,4 @@
-"""A small real decode engine, so that a cache can be seen, tested and measured without a GPU.
+"""A small real decode engine, so that a cache can be seen, tested and measured on a laptop.
 
 Needs the extra ``engine`` (torch, gguf, tokenizers). Nothing else in kvtier imports it.
 """

@@ -9,6 +9,12 @@ into chunks, on what else is in the step, or on how far the request's context re
   masked out entirely multiplies by exactly 1 and adds exactly 0;
 * padding keys, and those that a window does not reach, are zeros, not what happens to lie in the
   pool: 0 times a NaN would be a NaN.
+
+On a GPU torch's memory-efficient kernel does it. One block of threads takes one tile of queries
+through all keys, from the left, in blocks that divide KEY_TILE (kernel_forward.h in torch's
+mem_eff_attention), so that the same holds; flash there takes no masks, and splits keys by how many
+sequences there are. Keys are hidden by a large negative number, not by an infinite one: a block in
+which a row sees nothing then gives sums that the first key in sight multiplies by 0.
 """
 
 from __future__ import annotations
@@ -16,21 +22,45 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from kvtier.engine.spans import Span
 from kvtier.engine.weights import ModelConfig
 
-__all__ = ["KEY_TILE", "QUERY_TILE", "PagedAttention"]
+__all__ = ["BACKENDS", "KEY_TILE", "QUERY_TILE", "Attention", "PagedAttention", "attend", "hiding"]
 
 QUERY_TILE: Final = 8
 """Tokens of a query tile. Prefill is as fast with 8 as with 32, decode four times faster."""
 
 KEY_TILE: Final = 512
 """Keys of a key tile: kvSplitSize in torch's FlashAttentionKernel.cpp. A test shows if it moves."""
+
+
+BACKENDS: Final = {
+    "cpu": SDPBackend.FLASH_ATTENTION,
+    "cuda": SDPBackend.EFFICIENT_ATTENTION,
+    "meta": SDPBackend.FLASH_ATTENTION,
+}
+"""What attends, by kind of device. Shapes alone can be tried on meta."""
+
+
+class Attention(Protocol):
+    """One step's attention, layer by layer."""
+
+    def write(self, layer: int, fresh: torch.Tensor) -> None:
+        """Put the step's new keys and values, [tokens, planes * kv_size], into the pool."""
+        ...
+
+    def read(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
+        """Attend from the rows of `queries` and fill those of `out`, both [rows, query_size].
+
+        Both have QUERY_TILE - 1 spare rows at the end.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +112,16 @@ class PagedAttention:
         self._planes, block_tokens = kv.shape[1], kv.shape[3]
         self._blocks = kv.flatten(3)
         self._slots = kv.flatten(2, 3).flatten(3)
-        self._targets = _slots(spans, block_tokens, component)
+        self._targets = _slots(spans, block_tokens, component).to(kv.device)
         group = config.heads // config.kv_heads
-        self._reads = list(_reads(spans, group, block_tokens, dtype, component, window))
+        seen = _Sight(group, window, dtype, kv.device)
+        self._reads = list(_reads(spans, block_tokens, component, seen))
         # The spans take turns in these: what they read is packed as it lies, then widened.
         most = max(len(read.blocks) for read in self._reads)
         keys = max(read.keys for read in self._reads)
         self._packed = kv.new_empty(self._planes * most * self._blocks.shape[3])
         wide = max(keys, most * block_tokens)
-        self._wide = torch.empty(self._planes, wide, config.kv_size, dtype=dtype)
+        self._wide = kv.new_empty(self._planes, wide, config.kv_size, dtype=dtype)
 
     def write(self, layer: int, fresh: torch.Tensor) -> None:
         """Round the step's new keys and values to the pool's dtype and put them into it.
@@ -101,30 +132,25 @@ class PagedAttention:
         self._slots[layer].index_copy_(1, self._targets, planes)
 
     def read(self, layer: int, queries: torch.Tensor, out: torch.Tensor) -> None:
-        """Attend from every row of `queries` and fill `out`, both [rows, query_size].
+        """See Attention.
 
-        Both need QUERY_TILE - 1 spare rows at the end. A span's last tile may spill over into
-        the rows of the next span, which is computed after it and overwrites them.
+        A span's last tile may spill over into the rows of the next span, which is computed after
+        it and overwrites them.
         """
-        config = self._config
-        group = config.heads // config.kv_heads
         for read in self._reads:
             keys, values = self._gather(layer, read)
             for run in read.runs:
                 rows = slice(run.row, run.row + run.tiles * QUERY_TILE)
-                shape = (run.tiles, QUERY_TILE, config.kv_heads, group, config.head_size)
-                # The query heads that share a KV head stand in one tile: keys are never repeated.
-                folded = queries[rows].unflatten(0, shape[:2]).unflatten(2, shape[2:])
-                folded = folded.permute(0, 2, 1, 3, 4).flatten(2, 3)
                 seen = (run.tiles, -1, -1, -1)
-                mixed = functional.scaled_dot_product_attention(
-                    folded,
+                shape = (run.tiles, QUERY_TILE)
+                attend(
+                    self._config,
+                    queries[rows].unflatten(0, shape),
+                    out[rows].unflatten(0, shape),
                     keys[:, :, : run.keys].expand(seen),
                     values[:, :, : run.keys].expand(seen),
-                    attn_mask=run.mask,
+                    run.mask,
                 )
-                mixed = mixed.unflatten(2, (QUERY_TILE, group)).permute(0, 2, 1, 3, 4)
-                out[rows].view(shape).copy_(mixed)
 
     def _gather(self, layer: int, read: _Read) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the span's keys and values, each [1, KV heads, keys, head size]."""
@@ -146,29 +172,35 @@ def _slots(spans: Sequence[Span], block_tokens: int, component: int) -> torch.Te
     for span in spans:
         positions = torch.arange(span.start, span.end)
         table = torch.tensor(span.tables[component])
-        slots.append(table[positions // block_tokens] * block_tokens + positions % block_tokens)
+        blocks = table.index_select(0, positions // block_tokens)
+        slots.append(blocks * block_tokens + positions % block_tokens)
     return torch.cat(slots)
 
 
+class _Sight(NamedTuple):
+    """group: the query heads that share a KV head. The others are of the masks."""
+
+    group: int
+    window: int
+    dtype: torch.dtype
+    device: torch.device
+
+
 def _reads(
-    spans: Sequence[Span],
-    group: int,
-    block_tokens: int,
-    dtype: torch.dtype,
-    component: int,
-    window: int,
+    spans: Sequence[Span], block_tokens: int, component: int, sight: _Sight
 ) -> Iterator[_Read]:
-    """Yield what each span reads. group: the query heads that share a KV head."""
+    """Yield what each span reads."""
     row = 0
     for span in spans:
         table = span.tables[component][: -(-span.end // block_tokens)]
         blocks = torch.tensor(table).clamp_(min=0)  # before the window there may be no block
-        begin = max(span.start - window + 1, 0) if window else 0
-        yield _Read(blocks, begin, span.end, tuple(_runs(span, row, group, dtype, window)))
+        begin = max(span.start - sight.window + 1, 0) if sight.window else 0
+        runs = tuple(_runs(span, row, sight))
+        yield _Read(blocks.to(sight.device), begin, span.end, runs)
         row += len(span.tokens)
 
 
-def _runs(span: Span, row: int, group: int, dtype: torch.dtype, window: int) -> Iterator[_Run]:
+def _runs(span: Span, row: int, sight: _Sight) -> Iterator[_Run]:
     def keys_of(first: int) -> int:
         """Return the keys that the query tile at offset `first` needs, in whole key tiles."""
         last = min(span.start + first + QUERY_TILE, span.end)
@@ -179,10 +211,43 @@ def _runs(span: Span, row: int, group: int, dtype: torch.dtype, window: int) -> 
         first, *rest = found
         tiles = 1 + len(rest)
         start = span.start + first
-        queries = torch.arange(start, start + tiles * QUERY_TILE)
-        positions = queries.repeat_interleave(group)[:, None]
-        hidden = torch.arange(keys) > positions
-        if window:
-            hidden |= torch.arange(keys) <= positions - window
-        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        yield _Run(row + first, tiles, keys, mask.view(tiles, 1, -1, keys))
+        queries = torch.arange(start, start + tiles * QUERY_TILE, device=sight.device)
+        mask = hiding(queries.view(tiles, QUERY_TILE), keys, sight.group, sight.dtype, sight.window)
+        yield _Run(row + first, tiles, keys, mask)
+
+
+def hiding(
+    positions: torch.Tensor, keys: int, group: int, dtype: torch.dtype, window: int = 0
+) -> torch.Tensor:
+    """Return a mask for queries, [tiles, 1, queries * group, keys]: 0 where they see a key.
+
+    positions: int64 [tiles, queries]. window: as in PagedAttention.
+    """
+    rows = positions.repeat_interleave(group, 1)[:, None, :, None]
+    every = torch.arange(keys, device=positions.device)
+    hidden = every > rows
+    if window:
+        hidden |= every <= rows - window
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=positions.device)
+    return mask.masked_fill_(hidden, torch.finfo(dtype).min / 2)
+
+
+def attend(
+    config: ModelConfig,
+    queries: torch.Tensor,
+    out: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+) -> None:
+    """Attend from tiles of queries and fill `out`, both [tiles, QUERY_TILE, query_size].
+
+    keys, values: [tiles, KV heads, keys, head size]. mask: [tiles, 1, QUERY_TILE * group, keys].
+    The query heads that share a KV head stand in one tile: keys are never repeated.
+    """
+    group = config.heads // config.kv_heads
+    shape = (config.kv_heads, group, config.head_size)
+    folded = queries.unflatten(2, shape).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    mixed = functional.scaled_dot_product_attention(folded, keys, values, attn_mask=mask)
+    mixed = mixed.unflatten(2, (QUERY_TILE, group)).permute(0, 2, 1, 3, 4)
+    out.unflatten(2, shape).copy_(mixed)

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from kvtier.connectors.base import Connector
+from kvtier.engine.compute import Compute, compute_on
 from kvtier.engine.drafting import Drafter, Drafting
 from kvtier.engine.request import Completion, Finish, Output, Request, Sampling
 from kvtier.engine.runner import AnyModel, Runner
@@ -41,10 +42,15 @@ class Engine:
     kv_dtype: what keys and values are kept in, whatever the model computes in.
     drafter, draft_tokens: guess so many tokens a step, and verify them with the next one.
     ahead: schedule each step before the outputs of the one before it are known.
+    device: where it computes, and where weights and ``kv`` lie: "cpu", "cuda", a GPU like "cuda:1",
+        or a Compute. A model that lies elsewhere is copied there.
+    graphs: record decode steps as CUDA graphs, one for each shape, and replay them; None: on a
+        GPU, for models of full attention.
     clock: gives the times in ``Stats``, in seconds.
 
-    Outputs do not depend on any of these, on the batch, or on the caches, except on kv_dtype.
-    Raises ConfigError for sizes out of range, and for what does not go together.
+    Outputs do not depend on any of these, on the batch, or on the caches, except on kv_dtype and
+    on the kind of device. Raises ConfigError for sizes out of range, for what does not go
+    together, and for a device that is not there or cannot be used.
     """
 
     def __init__(  # noqa: PLR0913  (the options of an engine)
@@ -63,22 +69,19 @@ class Engine:
         drafter: Drafter | None = None,
         draft_tokens: int = 4,
         ahead: bool = False,
+        device: str | Compute = "cpu",
+        graphs: bool | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        limits = {
-            "block_tokens": block_tokens,
-            "num_states": num_states,
-            "step_tokens": step_tokens,
-            "max_running": max_running,
-            "draft_tokens": draft_tokens,
-        }
-        for name, value in limits.items():
-            if value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1")
-        chunk = block_tokens if chunk_tokens is None else chunk_tokens
-        if chunk < 1 or chunk % block_tokens:
-            raise ConfigError(f"chunk_tokens is {chunk}; it must be a multiple of {block_tokens}")
-        self.model = model
+        _check_sizes(
+            block_tokens=block_tokens,
+            num_states=num_states,
+            step_tokens=step_tokens,
+            max_running=max_running,
+            draft_tokens=draft_tokens,
+        )
+        chunk = _checked_chunk(chunk_tokens, block_tokens)
+        self._compute = compute_on(device) if isinstance(device, str) else device
         self.block_tokens = block_tokens
         self._pools = Pools(
             model.components,
@@ -93,7 +96,17 @@ class Engine:
                 "drafts need the outputs of the step before, and go with neither `ahead` nor a "
                 "recurrent model, whose state cannot take a rejected token back"
             )
-        self._runner = Runner(model, num_blocks, num_states, block_tokens, kv_dtype)
+        with self._compute.current():
+            self._runner = Runner(
+                model,
+                num_blocks=num_blocks,
+                num_states=num_states,
+                block_tokens=block_tokens,
+                kv_dtype=kv_dtype,
+                compute=self._compute,
+                graphs=graphs,
+            )
+        self.model = self._runner.model
         self._scheduler = Scheduler(
             self._pools,
             step_tokens=step_tokens,
@@ -235,6 +248,10 @@ class Engine:
             self._scheduler.connector.close()
 
     def _advance(self) -> None:
+        with self._compute.current():  # what a connector copies comes after that stream's work
+            self._one_step()
+
+    def _one_step(self) -> None:
         connector = self._scheduler.connector
         if connector is not None:
             self._scheduler.settle(connector.poll())
@@ -346,6 +363,19 @@ class Engine:
         if total > room:
             raise ConfigError(f"{asked} exceed the pool of {room} tokens; raise num_blocks")
         return prompt.astype(np.int32)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ConfigError(f"{name} is {value}; it must be at least 1")
+
+
+def _checked_chunk(given: int | None, block_tokens: int) -> int:
+    chunk = block_tokens if given is None else given
+    if chunk < 1 or chunk % block_tokens:
+        raise ConfigError(f"chunk_tokens is {chunk}; it must be a multiple of {block_tokens}")
+    return chunk
 
 
 def _verified(item: Work, sampled: Sequence[int]) -> int:

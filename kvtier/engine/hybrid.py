@@ -11,16 +11,17 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Self
 
 import torch
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
-from kvtier.engine.attention import QUERY_TILE, PagedAttention
+from kvtier.engine.attention import BACKENDS, QUERY_TILE, PagedAttention
 from kvtier.engine.latent import LatentWeights
 from kvtier.engine.model import ROW_TILE, Model, angles, turn
 from kvtier.engine.recurrent import Recurrence, recurrent_width
-from kvtier.engine.spans import Span
+from kvtier.engine.spans import Span, placed
 from kvtier.engine.weights import LayerWeights, ModelConfig, Weights, random_weights
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Component, Needs
@@ -96,11 +97,21 @@ class HybridModel(Model):
     Recurrent states start from zeros at position 0 and are in their slots from then on.
     """
 
+    decodes: ClassVar[bool] = False
+
     def __init__(self, shape: HybridConfig, weights: Weights) -> None:
         super().__init__(weights)
         self.shape = shape
         turns = angles(shape.sizes.context_tokens, shape.rope_size, shape.sizes.rope_base)
-        self.latent_turns = turns.cos().to(self.dtype), turns.sin().to(self.dtype)
+        cos, sin = turns.cos().to(self.dtype), turns.sin().to(self.dtype)
+        self.latent_turns = cos.to(self.device), sin.to(self.device)
+
+    def to(self, device: torch.device) -> Self:
+        """See Model."""
+        there = super().to(device)
+        cos, sin = self.latent_turns
+        there.latent_turns = cos.to(device), sin.to(device)
+        return there
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -111,13 +122,14 @@ class HybridModel(Model):
     def forward(self, spans: Sequence[Span], kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """See Model. kv: a pool for each component."""
         rows = -(-sum(len(span.tokens) for span in spans) // ROW_TILE) * ROW_TILE
-        hidden, *_ = self._embed(spans, rows)
+        ids, positions = placed(spans, rows, self.device)
+        hidden = self._embed(spans, ids)
         mixers = {
-            kind: self._mixer(kind, spans, rows, kv[index], index)
+            kind: self._mixer(kind, spans, positions, kv[index], index)
             for index, kind in enumerate(self.shape.used)
         }
         done = dict.fromkeys(self.shape.used, 0)
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(BACKENDS[self.device.type]):
             for kind, layer in zip(self.shape.kinds, self.weights.layers, strict=True):
                 projected = hidden.new_zeros(rows + QUERY_TILE, layer.qkv.shape[0])
                 mixed = hidden.new_zeros(rows + QUERY_TILE, layer.attention_out.shape[1])
@@ -137,21 +149,23 @@ class HybridModel(Model):
             self._feed_forward(layer, hidden[tile], mixed[tile])
 
     def _mixer(
-        self, kind: Kind, spans: Sequence[Span], rows: int, kv: torch.Tensor, index: int
+        self,
+        kind: Kind,
+        spans: Sequence[Span],
+        positions: torch.Tensor,
+        kv: torch.Tensor,
+        index: int,
     ) -> _Attention | Recurrence:
         if kind is Kind.RECURRENT:
             return Recurrence(spans, kv, index, self.config.head_size)
-        cos, sin = self.latent_turns if kind is Kind.LATENT else (self.cos, self.sin)
-        positions = torch.zeros(rows, dtype=torch.int64)
-        row = 0
-        for span in spans:
-            positions[row : row + len(span.tokens)] = torch.arange(span.start, span.end)
-            row += len(span.tokens)
+        turns = self.latent_turns if kind is Kind.LATENT else (self.cos, self.sin)
+        cos, sin = (one.index_select(0, positions) for one in turns)
         heads = self.shape.attention(kind)
         window = self.shape.window if kind is Kind.WINDOW else 0
         paged = PagedAttention(heads, spans, kv, self.dtype, index, window)
         latent = self.shape.latent_rank if kind is Kind.LATENT else 0
-        return _Attention(heads, latent, paged, row, (cos[positions], sin[positions]))
+        count = sum(len(span.tokens) for span in spans)
+        return _Attention(heads, latent, paged, count, (cos, sin))
 
 
 class _Attention:

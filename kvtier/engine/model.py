@@ -7,20 +7,23 @@ choose their kernel, and with it the order of their sums, by the number of rows:
 another way than two. So every operation runs on tiles of one fixed shape, the last one padded.
 A row's result does not depend on where in its tile it stands, or on its neighbours.
 
-The bits hold for one build of torch, one kind of CPU and one number of threads.
+The bits hold for one build of torch, one kind of CPU and one number of threads, or one kind of
+GPU. That a GPU's matrix products keep to this, too, follows from their fixed shapes; it has not
+been tried on one.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from typing import Final
+from typing import ClassVar, Final, Self
 
 import torch
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
-from kvtier.engine.attention import QUERY_TILE, PagedAttention
-from kvtier.engine.spans import Span, StateCopy
+from kvtier.engine.attention import BACKENDS, QUERY_TILE, Attention, PagedAttention
+from kvtier.engine.spans import Span, StateCopy, placed
 from kvtier.engine.weights import LayerWeights, Weights
 from kvtier.identity.geometry import Component
 
@@ -34,7 +37,12 @@ LOGIT_TILE: Final = 8
 
 
 class Model:
-    """Weights, and the forward pass over them. Runs on the CPU; holds no state of a request."""
+    """Weights, and the forward pass over them, on one device; holds no state of a request.
+
+    decodes: whether there is a ``decode`` of fixed shapes.
+    """
+
+    decodes: ClassVar[bool] = True
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -43,6 +51,21 @@ class Model:
         config = weights.config
         turns = angles(config.context_tokens, config.head_size, config.rope_base)
         self.cos, self.sin = turns.cos().to(self.dtype), turns.sin().to(self.dtype)
+        self.cos, self.sin = self.cos.to(self.device), self.sin.to(self.device)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and all that is computed with them."""
+        return self.weights.embedding.device
+
+    def to(self, device: torch.device) -> Self:
+        """Return the model on another device; itself where it is there."""
+        if device == self.device:
+            return self
+        there = copy.copy(self)
+        there.weights = self.weights.to(device=device)
+        there.cos, there.sin = self.cos.to(device), self.sin.to(device)
+        return there
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -56,15 +79,43 @@ class Model:
 
         spans: at least one, each of at least one token; of distinct requests.
         kv: one pool, [layers, 2, blocks, block tokens, KV heads, head size], updated in place.
-        Returns float32 [sum of span.logits, vocab], in the order of the spans. Blocks.
+        Returns float32 [sum of span.logits, vocab], in the order of the spans. Blocks on a CPU;
+        on a GPU enqueues, on the current stream.
         """
-        config, layers = self.config, self.weights.layers
         count = sum(len(span.tokens) for span in spans)
-        rows = _padded(count, ROW_TILE)
-        hidden, cos, sin = self._embed(spans, rows)
+        ids, positions = placed(spans, _padded(count, ROW_TILE), self.device)
+        hidden = self._embed(spans, ids)
+        attention = PagedAttention(self.config, spans, kv[0], self.dtype)
+        self._layers(hidden, positions, count, attention)
+        return self._logits(hidden, spans)
+
+    @torch.inference_mode()
+    def decode(
+        self, ids: torch.Tensor, positions: torch.Tensor, attention: Attention
+    ) -> torch.Tensor:
+        """Compute one token each of some requests; return float32 [requests, vocab].
+
+        ids, positions: int64 [requests], on the model's device. Bits are those of ``forward``.
+        The shapes of all that is done follow from the number of requests and from `attention`:
+        nothing looks at what the tensors hold.
+        """
+        count = len(ids)
+        spare = _padded(count, ROW_TILE) - count
+        hidden = self.weights.embedding.index_select(0, functional.pad(ids, (0, spare)))
+        self._layers(hidden, functional.pad(positions, (0, spare)), count, attention)
+        return self._head(hidden[: _padded(count, LOGIT_TILE)])[:count].float()
+
+    def _layers(
+        self, hidden: torch.Tensor, positions: torch.Tensor, count: int, attention: Attention
+    ) -> None:
+        """Pass all rows of `hidden` through the layers, in place. count: rows that are no padding.
+
+        hidden: [rows, hidden], of whole tiles. positions: int64 [rows].
+        """
+        config, rows = self.config, len(hidden)
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         qkv = hidden.new_zeros(rows + QUERY_TILE, config.query_size + 2 * config.kv_size)
         mixed = hidden.new_zeros(rows + QUERY_TILE, config.query_size)
-        attention = PagedAttention(config, spans, kv[0], self.dtype)
         queries, fresh = qkv[:, : config.query_size], qkv[:count, config.query_size :]
         before = list(
             zip(
@@ -76,43 +127,32 @@ class Model:
             )
         )
         after = list(zip(hidden.split(ROW_TILE), mixed[:rows].split(ROW_TILE), strict=True))
-        # No other backend than flash keeps the promise of the attention module.
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        # No other backend keeps the promise of the attention module.
+        with sdpa_kernel(BACKENDS[hidden.device.type]):
             # Tiles inside layers: a layer's weights stay in the CPU's cache for all tiles.
-            for index, layer in enumerate(layers):
+            for index, layer in enumerate(self.weights.layers):
                 for tile in before:
                     self._project(layer, *tile)
                 attention.write(index, fresh)
                 attention.read(index, queries, mixed)
                 for tile_hidden, tile_mixed in after:
                     self._feed_forward(layer, tile_hidden, tile_mixed)
-        return self._logits(hidden, spans)
 
     def copy_states(self, copies: Sequence[StateCopy], kv: Sequence[torch.Tensor]) -> None:
         """Copy recurrent states from slot to slot, in order."""
         for component, source, target in copies:
             kv[component][:, :, target] = kv[component][:, :, source]
 
-    def _embed(
-        self, spans: Sequence[Span], rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the rows' embeddings and their RoPE angles; padding is token 0 at position 0."""
-        ids = torch.zeros(rows, dtype=torch.int64)
-        positions = torch.zeros(rows, dtype=torch.int64)
-        row = 0
-        for span in spans:
-            here = slice(row, row + len(span.tokens))
-            ids[here] = torch.as_tensor(span.tokens)
-            positions[here] = torch.arange(span.start, span.end)
-            row = here.stop
-        hidden = self.weights.embedding[ids]
+    def _embed(self, spans: Sequence[Span], ids: torch.Tensor) -> torch.Tensor:
+        """Return the rows' embeddings, or what stands for them."""
+        hidden = self.weights.embedding.index_select(0, ids)
         first = 0
         for span in spans:
             if span.inputs is not None:
                 for at in range(len(span.tokens)):
                     hidden[first + at] = span.inputs(hidden[first + at], span.start + at)
             first += len(span.tokens)
-        return hidden, self.cos[positions], self.sin[positions]
+        return hidden
 
     def _project(
         self,
@@ -147,13 +187,17 @@ class Model:
             wanted.extend(range(row - span.logits, row))
         count = len(wanted)
         wanted.extend([0] * (_padded(count, LOGIT_TILE) - count))
-        chosen = hidden[torch.tensor(wanted, dtype=torch.int64)]
-        logits = chosen.new_empty(len(wanted), self.config.vocab_size)
+        chosen = torch.tensor(wanted, dtype=torch.int64).to(hidden.device)
+        return self._head(hidden.index_select(0, chosen))[:count].float()
+
+    def _head(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Return the logits of rows [n, hidden], of whole tiles: [n, vocab]."""
+        logits = chosen.new_empty(len(chosen), self.config.vocab_size)
         head = self.weights.head.t()
         tiles = zip(chosen.split(LOGIT_TILE), logits.split(LOGIT_TILE), strict=True)
-        for tile, out in tiles if count else ():
+        for tile, out in tiles if len(chosen) else ():
             torch.mm(self._norm(tile, self.weights.norm), head, out=out)
-        return logits[:count].float()
+        return logits
 
 
 def turn(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:

@@ -26,7 +26,8 @@ def plain_prefill(model: Model, tokens: Sequence[int], logits: int = 1) -> torch
     """
     config, weights = model.config, model.weights
     count = len(tokens)
-    hidden = weights.embedding[torch.as_tensor(tokens, dtype=torch.int64)]
+    ids = torch.as_tensor(tokens, dtype=torch.int64).to(model.device)
+    hidden = weights.embedding.index_select(0, ids)
     cos, sin = model.cos[:count], model.sin[:count]
 
     def norm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

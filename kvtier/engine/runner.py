@@ -11,7 +11,10 @@ from typing import Protocol
 
 import torch
 
-from kvtier.engine.sampler import sample
+from kvtier.engine.compute import Compute
+from kvtier.engine.graphs import DecodeGraphs
+from kvtier.engine.model import Model
+from kvtier.engine.sampler import Chosen
 from kvtier.engine.scheduler import PENDING_TOKEN, Work
 from kvtier.engine.spans import Span, StateCopy
 from kvtier.engine.weights import ModelConfig
@@ -44,15 +47,23 @@ class AnyModel(Protocol):
 
 
 class Runner:
-    """Runs steps over one pool for each component of the model. Blocks; holds no policy."""
+    """Runs steps over one pool for each component of the model. Blocks; holds no policy.
+
+    compute: where the pools and the model go, and all that steps compute. graphs: record decode
+    steps and replay them; None: where that can be had.
+    Raises ConfigError for what does not go together.
+    """
 
     def __init__(
         self,
         model: AnyModel,
+        *,
         num_blocks: int,
         num_states: int,
         block_tokens: int,
         kv_dtype: torch.dtype,
+        compute: Compute,
+        graphs: bool | None = None,
     ) -> None:
         if kv_dtype not in (torch.bfloat16, torch.float16, torch.float32):
             raise ConfigError(f"kv_dtype {kv_dtype} is not one of bfloat16, float16, float32")
@@ -67,10 +78,13 @@ class Runner:
                     one.head_size,
                 ),
                 dtype=kv_dtype,
+                device=compute.device,
             )
             for one in model.components
         )
-        self._model = model
+        self._compute = compute
+        self._model = _moved(model, compute.device)
+        self.graphs = _graphs(self._model, self.kv, compute, wanted=graphs)
         self._last: dict[str, int] = {}
 
     def run(self, work: Sequence[Work]) -> list[list[int]]:
@@ -82,15 +96,19 @@ class Runner:
         if not work:
             return []
         spans = [self._known(item) for item in work]
-        rows = iter(self._model.forward(spans, self.kv).numpy())
-        tokens = []
+        logits = self._logits(spans)
+        asked = [(item.request.sampling, item.span.logits) for item in work]
+        chosen = Chosen(logits, asked, self._compute)
+        tokens, row = [], 0
         for item in work:
             sampled: list[int] = []
-            logits = [next(rows) for _ in range(item.span.logits)]
-            for offset, row in enumerate(logits):
-                sampled.append(sample(row, item.request.sampling, item.index + offset))
+            for offset in range(item.span.logits):
+                sampled.append(
+                    chosen.token(row + offset, item.request.sampling, item.index + offset)
+                )
                 if sampled[offset:] != list(item.drafts[offset : offset + 1]):
                     break
+            row += item.span.logits
             tokens.append(sampled)
         self._last = {
             item.request.request_id: sampled[-1]
@@ -99,10 +117,20 @@ class Runner:
         }
         return tokens
 
+    @property
+    def model(self) -> AnyModel:
+        """The model, where it computes."""
+        return self._model
+
     def copy(self, copies: Sequence[StateCopy]) -> None:
         """Copy states from slot to slot."""
         if copies:
             self._model.copy_states(copies, self.kv)
+
+    def _logits(self, spans: Sequence[Span]) -> torch.Tensor:
+        """Return a step's logits, replayed where it is of that kind."""
+        found = None if self.graphs is None else self.graphs.logits(spans)
+        return self._model.forward(spans, self.kv) if found is None else found
 
     def _known(self, item: Work) -> Span:
         """Put the last step's output where the scheduler did not know it."""
@@ -111,3 +139,31 @@ class Runner:
         last = self._last[item.request.request_id]
         tokens = [last if token == PENDING_TOKEN else token for token in item.span.tokens]
         return replace(item.span, tokens=tokens)
+
+
+def _moved(model: AnyModel, device: torch.device) -> AnyModel:
+    if isinstance(model, Model):
+        return model.to(device)
+    if device.type != "cpu":
+        raise ConfigError(
+            f"{type(model).__name__} computes in processes of its own, not on {device}: leave out "
+            "the device"
+        )
+    return model
+
+
+def _graphs(
+    model: AnyModel, kv: Sequence[torch.Tensor], compute: Compute, *, wanted: bool | None
+) -> DecodeGraphs | None:
+    """Return what records decode steps. wanted: None where it does not matter."""
+    if wanted is False or not (wanted or compute.captures):
+        return None
+    if not compute.captures:
+        raise ConfigError(f"graphs are recorded on a GPU, not on {compute.device}: leave them out")
+    if not isinstance(model, Model) or not model.decodes:
+        if wanted:
+            raise ConfigError(
+                "graphs are for models of full attention in every layer: leave them out"
+            )
+        return None
+    return DecodeGraphs(model, kv[0], compute)

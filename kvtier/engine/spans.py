@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Inputs", "Span", "StateCopy"]
+__all__ = ["Inputs", "Span", "StateCopy", "placed"]
 
 Inputs = Callable[[torch.Tensor, int], torch.Tensor]
 """From a token's embedding [hidden] and its position to what the layers see in its place [hidden]:
@@ -38,3 +38,21 @@ class Span:
     def end(self) -> int:
         """Position after the last token: the length of the context."""
         return self.start + len(self.tokens)
+
+
+def placed(
+    spans: Sequence[Span], rows: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and positions of a step's rows, each int64 [rows], in one copy to `device`.
+
+    rows: at least the tokens of all spans. Padding is token 0 at position 0.
+    """
+    both = torch.zeros(2, rows, dtype=torch.int64)
+    row = 0
+    for span in spans:
+        here = slice(row, row + len(span.tokens))
+        both[0, here] = torch.as_tensor(span.tokens)
+        both[1, here] = torch.arange(span.start, span.end)
+        row = here.stop
+    ids, positions = both.to(device).unbind()
+    return ids, positions

@@ -100,17 +100,19 @@ class Weights:
     norm: torch.Tensor
     head: torch.Tensor
 
-    def to(self, dtype: torch.dtype) -> Weights:
-        """Return the weights in `dtype`: themselves where they already have it."""
-        embedding = self.embedding.to(dtype)
+    def to(self, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Weights:
+        """Return the weights in `dtype`, on `device`: themselves where they already are that."""
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device=device, dtype=dtype)
+
+        embedding = moved(self.embedding)
         layers = tuple(
-            LayerWeights(
-                *(getattr(layer, field.name).to(dtype) for field in dataclasses.fields(layer))
-            )
+            LayerWeights(*(moved(getattr(layer, one.name)) for one in dataclasses.fields(layer)))
             for layer in self.layers
         )
-        head = embedding if self.head is self.embedding else self.head.to(dtype)
-        return Weights(self.config, embedding, layers, self.norm.to(dtype), head)
+        head = embedding if self.head is self.embedding else moved(self.head)
+        return Weights(self.config, embedding, layers, moved(self.norm), head)
 
 
 def random_weights(config: ModelConfig, seed: int = 0) -> Weights:

@@ -25,6 +25,7 @@ from kvtier.copier import Pages
 from kvtier.daemon.mapped import MappedArena
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import HybridConfig, Kind, ModelConfig, Span, random_hybrid
+from kvtier.engine.compute import CpuCompute
 from kvtier.engine.ranks import RankModel
 from kvtier.engine.runner import Runner
 from kvtier.engine.spans import StateCopy
@@ -153,7 +154,14 @@ class _Rank:
         self._model = RankModel(whole, self._rank, RANKS, self._exchange)
         geometry = kvtier.Geometry(whole.components, chunk_tokens=chunk_tokens)
         block = geometry.block_tokens[0]
-        runner = Runner(self._model, num_blocks, num_states, block, torch.bfloat16)
+        runner = Runner(
+            self._model,
+            num_blocks=num_blocks,
+            num_states=num_states,
+            block_tokens=block,
+            kv_dtype=torch.bfloat16,
+            compute=CpuCompute(),
+        )
         self._kv = runner.kv
         self.device = CpuDevice()
         place = (self._rank, RANKS, 0, 1)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from kvtier.engine import Engine, Model, ModelConfig, Sampling, random_weights
-from kvtier.engine.sampler import sample
+from kvtier.engine.compute import CpuCompute
+from kvtier.engine.sampler import Chosen, draw
 from kvtier.errors import ConfigError, MisuseError
 
 GREEDY = Sampling(max_tokens=12)
@@ -240,7 +241,14 @@ def test_a_connector_cannot_come_late(model):
 def test_samples_follow_the_distribution():
     logits = np.log(np.array([0.1, 0.6, 0.3], np.float32))
     sampling = Sampling(temperature=1.0, seed=3)
-    drawn = np.bincount([sample(logits, sampling, index) for index in range(4000)], minlength=3)
+    drawn = np.bincount([draw(logits, sampling, index) for index in range(4000)], minlength=3)
     assert np.abs(drawn / 4000 - [0.1, 0.6, 0.3]).max() < 0.03
-    assert sample(logits, Sampling(temperature=1e-9), 0) == 1
-    assert sample(np.array([1, 2, 2], np.float32), Sampling(), 0) == 1
+    assert draw(logits, Sampling(temperature=1e-9), 0) == 1
+
+
+def test_the_likeliest_token_with_the_smallest_id_is_chosen_beside_one_that_is_drawn():
+    rows = torch.tensor([[1.0, 2.0, 2.0], [9.0, 0.0, 0.0], [3.0, 1.0, 0.0]])
+    greedy, warm = Sampling(), Sampling(temperature=1e-9)
+    chosen = Chosen(rows, [(greedy, 1), (warm, 1), (greedy, 1)], CpuCompute())
+    asked = [(0, greedy), (1, warm), (2, greedy)]
+    assert [chosen.token(row, sampling, 0) for row, sampling in asked] == [1, 0, 0]

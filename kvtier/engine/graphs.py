@@ -1,0 +1,90 @@
+"""Decode steps that are recorded once and replayed: the host then enqueues one thing, not hundreds.
+
+A recorded step reads and writes the memory that it was recorded with, whatever has happened to the
+Python objects since. So for each shape there is one tensor of numbers that each step is copied to,
+and one of logits that it leaves; nothing else of a step reaches the recording.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+
+from kvtier.engine.compute import Compute, Graph
+from kvtier.engine.decode import DecodeAttention, DecodeShape, shape_for
+from kvtier.engine.model import Model
+from kvtier.engine.spans import Span
+
+__all__ = ["DecodeGraphs"]
+
+_MOST_GRAPHS: Final = 32
+
+
+class DecodeGraphs:
+    """The recorded steps of one model over one pool. For the engine's thread.
+
+    kv: the pool, whose memory has to stay where it is. The least recently used recording goes
+    where there are more than 32. captured, replayed: how often that happened.
+    """
+
+    def __init__(self, model: Model, kv: torch.Tensor, compute: Compute) -> None:
+        self._model = model
+        self._kv = kv
+        self._compute = compute
+        self._steps: OrderedDict[DecodeShape, _Step] = OrderedDict()
+        self.captured = 0
+        self.replayed = 0
+
+    @torch.inference_mode()
+    def logits(self, spans: Sequence[Span]) -> torch.Tensor | None:
+        """Return the logits of a decode step, float32 [spans, vocab]; None: compute it otherwise.
+
+        As ``Model.forward`` does. They are good until the next call. A shape that is new is
+        recorded first, which takes as long as some steps.
+        """
+        shape = shape_for(spans)
+        if shape is None:
+            return None
+        numbers = shape.numbers(spans, self._kv.shape[3])
+        step = self._steps.pop(shape, None)
+        if step is None:
+            step = _Step(self._model, self._kv, self._compute, shape, numbers)
+            self.captured += 1
+            if len(self._steps) >= _MOST_GRAPHS:
+                self._steps.popitem(last=False)
+        self._steps[shape] = step
+        self.replayed += 1
+        return step.run(numbers)[: len(spans)]
+
+
+class _Step:
+    """One recording, and the memory that it reads and leaves. numbers: of its first run."""
+
+    def __init__(
+        self,
+        model: Model,
+        kv: torch.Tensor,
+        compute: Compute,
+        shape: DecodeShape,
+        numbers: torch.Tensor,
+    ) -> None:
+        self._compute = compute
+        self._numbers = torch.zeros(numbers.shape, dtype=numbers.dtype, device=kv.device)
+        logits = (shape.requests, model.config.vocab_size)
+        self._logits = torch.zeros(logits, dtype=torch.float32, device=kv.device)
+
+        def step() -> None:
+            attention = DecodeAttention(model.config, self._numbers, shape.keys, kv, model.dtype)
+            self._logits.copy_(model.decode(attention.ids, attention.positions, attention))
+
+        compute.upload(numbers, self._numbers)  # what it runs on while it is recorded
+        self._graph: Graph = compute.capture(step)
+
+    def run(self, numbers: torch.Tensor) -> torch.Tensor:
+        """Replay it on other numbers; return its logits."""
+        self._compute.upload(numbers, self._numbers)
+        self._graph.replay()
+        return self._logits

@@ -1,0 +1,231 @@
+"""Decode steps that are recorded and replayed: the same answers, and nothing stale in them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.engine import Engine, Sampling, Span, prompt_lookup
+from kvtier.engine import decode as decode_module
+from kvtier.engine import graphs as graphs_module
+from kvtier.engine.decode import DecodeShape, shape_for
+from kvtier.engine.graphs import DecodeGraphs
+from kvtier.engine.hybrid import Kind
+from kvtier.errors import ConfigError, MisuseError
+from kvtier.testing.serving import small_hybrid, small_model
+from kvtier.testing.tape import Tape, TapeCompute
+
+GREEDY = Sampling(max_tokens=12)
+LENGTHS = (1, 15, 16, 17, 70, 130)
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 97, length).tolist()
+
+
+PROMPTS = [prompt(length, length) for length in LENGTHS]
+
+
+def answers(compute="cpu", sampling=GREEDY, prompts=PROMPTS, **options):
+    engine = Engine(small_model(), num_blocks=80, device=compute, **options)
+    found = [one.tokens for one in engine.generate(prompts, sampling)]
+    return found, engine._runner.graphs
+
+
+def pool() -> torch.Tensor:
+    (component,) = small_model().components
+    shape = (component.layers, 2, 80, 16, component.heads, component.head_size)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(shape, generator=generator).to(torch.bfloat16)
+
+
+def decodes(ends: list[int]) -> list[Span]:
+    """Return the next token of requests of such lengths, each in blocks of its own."""
+    spans, block = [], 1
+    for end in ends:
+        blocks = -(-end // 16)
+        spans.append(Span([end % 97], end - 1, [list(range(block, block + blocks))]))
+        block += blocks
+    return spans
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+@pytest.mark.parametrize("options", [{}, {"step_tokens": 7}, {"max_running": 3}, {"ahead": True}])
+def test_answers_with_graphs_are_those_without(temperature, options):
+    sampling = Sampling(12, temperature=temperature, seed=7)
+    plain, none = answers(sampling=sampling, **options)
+    recorded, graphs = answers(TapeCompute(), sampling, **options)
+    assert recorded == plain
+    assert none is None
+    assert graphs.replayed > graphs.captured > 0
+
+
+def test_logits_and_pool_are_the_same_bit_for_bit_for_every_number_of_requests():
+    model, ours, theirs = small_model(), pool(), pool()
+    graphs = DecodeGraphs(model, theirs, TapeCompute())
+    for ends in ([1], [16, 17], [40, 3, 128], [5] * 7, [200, 90, 33, 16, 512, 1, 2, 3, 4]):
+        spans = decodes(ends)
+        expected, found = model.forward(spans, [ours]), graphs.logits(spans)
+        assert torch.equal(found, expected)
+        assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+    assert graphs.captured == 5  # 1, 2, 4, 8 and 16 rows
+
+
+def test_more_keys_than_a_request_has_change_no_bits():
+    model, ours, theirs = small_model(), pool(), pool()
+    graphs = DecodeGraphs(model, theirs, TapeCompute())
+    spans = decodes([513, 20])  # the second sees one tile of keys when it is alone
+    assert torch.equal(graphs.logits(spans), model.forward(spans, [ours]))
+    assert shape_for(spans) == DecodeShape(2, 1024)
+
+
+def test_stale_bytes_behind_a_context_are_never_read():
+    model, clean, dirty = small_model(), pool(), pool().fill_(torch.nan)
+    spans = decodes([21])
+    dirty[:, :, 1:3] = clean[:, :, 1:3]
+    dirty[:, :, 2, 5:] = torch.nan
+    found = DecodeGraphs(model, dirty, TapeCompute()).logits(spans)
+    assert torch.equal(found, model.forward(spans, [clean]))
+
+
+def test_a_recording_serves_other_requests_of_its_shape():
+    model, ours, theirs = small_model(), pool(), pool()
+    graphs = DecodeGraphs(model, theirs, TapeCompute())
+    for ends in ([9, 40], [100, 7], [1, 64], [300, 200]):
+        spans = decodes(ends)
+        assert torch.equal(graphs.logits(spans), model.forward(spans, [ours]))
+    assert graphs.captured == 1
+    assert graphs.replayed == 4
+
+
+# ------------------------------------------------------------------------- what would be stale
+
+
+class Forgets(TapeCompute):
+    """Numbers come into the fixed memory for a recording only, not for a replay."""
+
+    def upload(self, numbers, into):
+        if not into.any():
+            super().upload(numbers, into)
+
+
+def test_numbers_that_do_not_reach_their_memory_are_noticed():
+    plain, _ = answers()
+    stale, graphs = answers(Forgets())
+    assert graphs.replayed > graphs.captured
+    assert stale != plain
+
+
+def test_a_step_that_keeps_what_it_was_recorded_with_is_noticed(monkeypatch):
+    """The mask of the first request's length, say, made on the host before the recording."""
+
+    made = {}
+
+    class Baked(decode_module.DecodeAttention):
+        def __init__(self, config, numbers, keys, kv, dtype):
+            super().__init__(config, numbers, keys, kv, dtype)
+            kept = made.setdefault((len(numbers), keys), (self._mask, self._beyond))
+            self._mask, self._beyond = (one.clone() for one in kept)
+
+    plain, _ = answers()
+    monkeypatch.setattr(graphs_module, "DecodeAttention", Baked)
+    assert answers(TapeCompute())[0] != plain
+
+
+def test_logits_elsewhere_than_in_the_fixed_memory_are_noticed(monkeypatch):
+    """A step that binds a new tensor leaves the first one's content to whoever replays it."""
+    model, theirs = small_model(), pool()
+    graphs = DecodeGraphs(model, theirs, TapeCompute())
+    first = graphs.logits(decodes([9])).clone()
+    (step,) = graphs._steps.values()
+    step._logits = step._logits.clone()
+    assert torch.equal(graphs.logits(decodes([40])), first)
+    assert not torch.equal(model.forward(decodes([40]), [pool()]), first)
+
+
+def test_what_a_graph_cannot_record_is_refused():
+    there = torch.zeros(3)
+    for step in (there.sum().item, lambda: torch.tensor([1.0]), lambda: bool(there.any())):
+        with pytest.raises(MisuseError, match="cannot be recorded: it needs the host"), Tape():
+            step()
+
+
+def test_a_tape_is_played_without_the_steps_python():
+    given, out, calls = torch.tensor([1.0, 2.0]), torch.zeros(2), []
+
+    def step():
+        calls.append(len(calls))
+        out.copy_((given * 2)[[0, 0]] if len(calls) > 5 else given * 2 + 1)
+
+    tape = TapeCompute().capture(step)
+    given.copy_(torch.tensor([5.0, 7.0]))
+    tape.replay()
+    assert out.tolist() == [11.0, 15.0]
+    assert len(calls) == 2
+
+
+# ------------------------------------------------------------------------------ what has a shape
+
+
+def test_shapes_are_few():
+    seen = {shape_for(decodes([end] * count)) for end in range(1, 40) for count in range(1, 33)}
+    assert seen == {DecodeShape(1 << power, 512) for power in range(6)}
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        Span([1, 2], 3, [[0]]),
+        Span([1], 3, [[0]], logits=0),
+        Span([1], 3, [[0]], inputs=lambda hidden, position: hidden),
+        Span([1], 1 << 16, [list(range(1 << 13))]),
+    ],
+    ids=["several tokens", "no logits", "inputs", "too long"],
+)
+def test_other_steps_have_none(span):
+    assert shape_for([*decodes([5]), span]) is None
+    assert DecodeGraphs(small_model(), pool(), TapeCompute()).logits([span]) is None
+
+
+def test_drafts_are_computed_without_graphs():
+    talk = [[1, 2, 3, 4] * 8]
+    plain, _ = answers(prompts=talk)
+    found, _ = answers(TapeCompute(), prompts=talk, drafter=prompt_lookup)
+    assert found == plain
+
+
+def test_recordings_are_bounded(monkeypatch):
+    monkeypatch.setattr(graphs_module, "_MOST_GRAPHS", 2)
+    model, ours, theirs = small_model(), pool(), pool()
+    graphs = DecodeGraphs(model, theirs, TapeCompute())
+    for count in (1, 2, 4, 1, 1, 2):
+        spans = decodes([30 + count] * count)
+        assert torch.equal(graphs.logits(spans), model.forward(spans, [ours]))
+        assert len(graphs._steps) <= 2
+    assert graphs.captured == 5
+
+
+def test_a_decode_step_brings_back_its_tokens_and_no_more():
+    compute = TapeCompute()
+    engine = Engine(small_model(), num_blocks=80, device=compute, prefix_cache=False)
+    engine.generate(PROMPTS[:2], Sampling(8))
+    assert set(compute.downloads) == {2 * 8}  # an int64 for each request, once a step
+    assert len(compute.downloads) == 8
+    compute.downloads.clear()
+    engine.generate(PROMPTS[:2], Sampling(8, temperature=1.0))
+    assert set(compute.downloads) == {2 * 8, 2 * 97 * 4}  # and the rows that are drawn from
+
+
+# --------------------------------------------------------------------------------- what is refused
+
+
+def test_graphs_where_there_are_none_are_refused():
+    with pytest.raises(ConfigError, match="recorded on a GPU, not on cpu: leave them out"):
+        Engine(small_model(), num_blocks=8, graphs=True)
+    hybrid = small_hybrid((Kind.FULL, Kind.WINDOW), 32)
+    with pytest.raises(ConfigError, match="full attention in every layer"):
+        Engine(hybrid, num_blocks=8, chunk_tokens=32, device=TapeCompute(), graphs=True)
+    engine = Engine(hybrid, num_blocks=8, chunk_tokens=32, device=TapeCompute())
+    assert engine._runner.graphs is None
+    assert answers(TapeCompute(), graphs=False)[1] is None
