@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADMISSIONS",
+    "CODECS",
     "Config",
     "TierConfig",
     "load_store",
@@ -38,8 +39,9 @@ __all__ = [
 ]
 
 ADMISSIONS: Final = ("through", "second-touch", "on-evict", "auto")
+CODECS: Final = ("auto", "raw", "lossless")
 _DRAM_OPTIONS: Final = ("policy",)
-_OWN_OPTIONS: Final = ("capacity", "admission", "write_budget", *_DRAM_OPTIONS)
+_OWN_OPTIONS: Final = ("capacity", "admission", "write_budget", "codec", *_DRAM_OPTIONS)
 _TABLES: Final = ("tiers", "tenants")
 _QUOTA_OPTIONS: Final = ("floor", "ceiling")
 _GROUP: Final = "kvtier.storage_backends"
@@ -55,6 +57,9 @@ class TierConfig:
     ``second-touch`` for a shared one, ``through`` for others.
     write_budget: bytes a day, math.inf for unlimited; None gives a durable tier of this host one
     capacity a day, and others no limit.
+    codec: ``lossless`` encodes the KV of 16-bit elements on its way down, ``auto`` where the link
+    is slow enough for that to pay; None is ``auto`` for a shared tier, ``raw`` for others. Every
+    tier reads what any of them wrote.
     store: one that is open already, in place of the one that scheme and location name.
     policy: the name of the one that says what leaves the tier first.
     """
@@ -67,6 +72,7 @@ class TierConfig:
     store: Store | None = None
     write_budget: float | None = None
     policy: str = DEFAULT
+    codec: str | None = None
 
     def __post_init__(self) -> None:
         check_kind("a tier's scheme", self.scheme, str, ConfigError)
@@ -76,10 +82,14 @@ class TierConfig:
         check_kind(f"the options of {self.scheme}", self.options, Mapping, ConfigError)
         if self.capacity is not None:
             check_whole(f"{self.scheme} capacity, in bytes,", self.capacity, 1, error=ConfigError)
-        if self.admission is not None:
-            check_kind(f"the admission of {self.scheme}", self.admission, str, ConfigError)
-            if self.admission not in ADMISSIONS:
-                raise unknown("admission", self.admission, ADMISSIONS)
+        for what, one, known in (
+            ("admission", self.admission, ADMISSIONS),
+            ("codec", self.codec, CODECS),
+        ):
+            if one is not None:
+                check_kind(f"the {what} of {self.scheme}", one, str, ConfigError)
+                if one not in known:
+                    raise unknown(what, one, known)
         _check_policy(self.scheme, self.policy)
         budget = self.write_budget
         if budget is not None and not (is_number(budget) and budget >= 1):
@@ -228,6 +238,7 @@ def parse_tier(url: str) -> TierConfig:
         options,
         write_budget=_write_budget(budget) if budget is not None else None,
         policy=given.get("policy", DEFAULT),
+        codec=given.get("codec"),
     )
 
 

@@ -13,6 +13,7 @@ from kvtier.clock import Clock
 from kvtier.config import Config
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.flow import Moves
+from kvtier.identity.geometry import DTYPE_BYTES
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.record import Part
 from kvtier.identity.shape import Shape
@@ -89,6 +90,7 @@ class Depot:
         sizes: dict[tuple[bytes, Part], int] = {}
         if namespace and shape:
             self._check_ceiling(namespace.tenant, shape)
+            self._admit(namespace)
             self.catalog.owner(namespace.digest, namespace.tenant)
             for name, size in zip(shape.names, shape.nbytes, strict=True):
                 sizes[namespace.digest, name] = size
@@ -120,11 +122,19 @@ class Depot:
         for tier, shelf in zip(self.tiers.values(), self._shelves[1:], strict=True):
             check_room(tier, shelf.capacity, shape.nbytes)
         self._check_ceiling(namespace.tenant, shape)
+        self._admit(namespace)
         with self._lock:
             if not self._caches:  # it is being closed, or has been
                 raise MisuseError("this cache is closed")
             self._caches += 1
         return self.catalog.owner(namespace.digest, namespace.tenant)
+
+    def _admit(self, namespace: Namespace) -> None:
+        """Let the codecs of the tiers encode what they are for."""
+        codings = [tier.coding for tier in self.tiers.values() if tier.coding is not None]
+        for coding in codings:
+            if DTYPE_BYTES[namespace.geometry.dtype] == coding.element_bytes:
+                coding.admit(namespace.digest)
 
     def _check_ceiling(self, tenant: str, shape: Shape) -> None:
         """Refuse a tenant that could not keep a single chunk in some tier."""

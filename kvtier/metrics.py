@@ -47,6 +47,16 @@ _ROWS: Final = (
     _counter("evicted_parts", "parts", "Parts that left a tier to make room", "tier"),
     _counter("fetched_bytes", "bytes", "Bytes read upward from a tier", "tier"),
     _counter("spilled_bytes", "bytes", "Bytes written down to a tier", "tier"),
+    _counter("encoded_bytes", "bytes", "Bytes that a codec encoded on the way down", "tier"),
+    _counter("encoded_stored_bytes", "bytes", "Bytes that it made of them", "tier"),
+    _counter(
+        "unencoded_bytes",
+        "bytes",
+        "Bytes that a tier with a codec wrote as they are, and why",
+        "tier",
+        "reason",
+    ),
+    _counter("decoded_bytes", "bytes", "Bytes that a codec gave back on the way up", "tier"),
     _counter(
         "dropped_spills",
         "parts",
@@ -76,6 +86,13 @@ _ROWS: Final = (
     _gauge("prefill_seconds_per_token", "seconds", "Estimate of computing a first token"),
     _gauge("tier_latency_seconds", "seconds", "Estimate of a tier's latency", "tier"),
     _gauge("tier_read_bytes_per_second", "bytes", "Estimate of a tier's speed", "tier"),
+    _gauge(
+        "codec_bytes_per_second",
+        "bytes",
+        "Estimate of a codec's speed on one thread",
+        "tier",
+        "verb",
+    ),
     _gauge("tier_capacity_bytes", "bytes", "Budget of a tier", "tier"),
     _gauge("tier_used_bytes", "bytes", "Bytes of the budget in use", "tier"),
     _gauge(

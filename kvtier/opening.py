@@ -10,12 +10,14 @@ import numpy as np
 
 from kvtier.catalog.catalog import Catalog, Parts
 from kvtier.clock import Clock
+from kvtier.codecs.known import LOSSLESS
 from kvtier.config import Config, TierConfig, load_store, store_types
 from kvtier.errors import ConfigError, unknown
 from kvtier.identity.record import Part as PartName
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow
 from kvtier.tiers.budget import WriteBudget
+from kvtier.tiers.coding import Coding
 from kvtier.tiers.stock import Stock, StockedStore, stock_of
 from kvtier.tiers.store import Capabilities, Store
 from kvtier.tiers.tier import Tier
@@ -46,6 +48,9 @@ def open_tiers(
             admission = setting.admission or _usual_admission(store.capabilities)
             writes = WriteBudget(_write_budget(setting, store.capabilities), clock)
             tier = Tier(name, store, flow, metrics, clock, admission=admission, writes=writes)
+            codec = setting.codec or ("auto" if store.capabilities.shared else "raw")
+            if codec != "raw":
+                tier.encode_by(Coding(name, LOSSLESS, clock, metrics, always=codec != "auto"))
             tiers[number] = tier
             check_room(tier, setting.capacity, part_bytes)
     except BaseException:
@@ -128,8 +133,12 @@ def _parts(
     owners = np.array([catalog.owner(namespace) for namespace, _ in stock.kinds], np.uint16)
     known = np.array([sizes.get(kind, -1) for kind in stock.kinds], np.int64)
     nbytes = np.where(known[stock.kind] < 0, stock.raw_bytes, known[stock.kind])
-    lengths, which = np.unique(stock.stored_bytes, return_inverse=True)
-    footprints = np.array([tier.footprint(length) for length in lengths.tolist()], np.int64)
+    encoded = stock.stored_bytes < stock.raw_bytes  # or a codec would not have been used
+    lengths, which = np.unique(stock.stored_bytes * 2 + encoded, return_inverse=True)
+    footprints = np.array(
+        [tier.footprint(length >> 1, encoded=bool(length & 1)) for length in lengths.tolist()],
+        np.int64,
+    )
     return Parts(
         stock.names,
         stock.parents,

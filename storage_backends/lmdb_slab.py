@@ -32,6 +32,7 @@ from kvtier.storage_backends.slab import (
     SLOT_CHARGE,
     FileIO,
     Segment,
+    encoded_stride_of,
     stride_for,
     stride_of,
 )
@@ -142,11 +143,12 @@ class LmdbSlabStore:
         return Capabilities(durable=True, bounded=True, overhead=LEAST_BYTES)
 
     def footprint(self, stored_bytes: int) -> int:
-        """Return slot and index bytes of a raw payload; what a codec left may take 1/16 more.
-
-        Segments add about 1 in 10,000.
-        """
+        """Return slot and index bytes of a raw payload. Segments add about 1 in 10,000."""
         return stride_of(stored_bytes) + SLOT_CHARGE
+
+    def encoded_footprint(self, stored_bytes: int) -> int:
+        """Return the same of what a codec left, whose slots come in fewer sizes."""
+        return encoded_stride_of(stored_bytes) + SLOT_CHARGE
 
     # -------------------------------------------------------------------------- without opening it
 

@@ -28,6 +28,7 @@ __all__ = [
     "FileIO",
     "Segment",
     "Slabs",
+    "encoded_stride_of",
     "index_bytes_for",
     "stride_for",
     "stride_of",
@@ -99,10 +100,17 @@ def stride_for(header: Header) -> int:
     A raw record has a class of its size, which the records of its geometry share. What a codec
     leaves has any size: those classes are in steps of 1/16 of the power of two below.
     """
-    if header.codec == CODEC_RAW or header.stored_bytes <= PAGE:
+    if header.codec == CODEC_RAW:
         return stride_of(header.stored_bytes)
-    step = _pages((1 << (header.stored_bytes.bit_length() - 1)) >> 4)
-    return PAGE + -(-header.stored_bytes // step) * step
+    return encoded_stride_of(header.stored_bytes)
+
+
+def encoded_stride_of(stored_bytes: int) -> int:
+    """Return the bytes of a slot for what a codec left."""
+    if stored_bytes <= PAGE:
+        return stride_of(stored_bytes)
+    step = _pages((1 << (stored_bytes.bit_length() - 1)) >> 4)
+    return PAGE + -(-stored_bytes // step) * step
 
 
 def _pages(count: int) -> int:

@@ -10,24 +10,19 @@ from pathlib import Path
 from typing import Final
 
 from kvtier.errors import ConfigError, Corrupt, Unavailable
-from kvtier.identity.record import CODEC_RAW, Header, RecordId
+from kvtier.identity.record import Header, RecordId, codec_name
 from kvtier.storage_backends.slab import Segment
 from kvtier.storage_backends.slab_directory import FIXED_BYTES
 from kvtier.storage_backends.slab_index import Entry
 from kvtier.storage_backends.slab_view import View
 from kvtier.tiers.survey import Found, SlotClass, Spread, Survey, Tell
 
-__all__ = ["codec_name", "header_of", "survey"]
+__all__ = ["header_of", "survey"]
 
 _DATED: Final = 10**14
 """Sequences from here on are times in microseconds: this is 1973. Older kvtiers counted from 1."""
 
 _LISTINGS: Final = 20
-
-
-def codec_name(codec: int) -> str:
-    """Return what a record's codec is called."""
-    return "raw" if codec == CODEC_RAW else str(codec)
 
 
 def header_of(name: RecordId, entry: Entry) -> Header:

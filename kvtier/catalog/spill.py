@@ -31,7 +31,7 @@ from kvtier.identity.record import Header, RecordId, split_record_id
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
 from kvtier.tiers.store import Status, Write
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.tier import Tier, Written
 
 __all__ = ["Spiller"]
 
@@ -277,21 +277,21 @@ class Spiller:
         if self._tier.available:  # or they are orphans after a restart
             await self._strays.delete({})
 
-    def _settle(self, jobs: Sequence[_Job], statuses: Sequence[Status]) -> list[_Job]:
+    def _settle(self, jobs: Sequence[_Job], outcomes: Sequence[Written]) -> list[_Job]:
         """Note what became of jobs; return those to try again with more room, ancestors first.
 
         What was written below one of these comes again with it: the tier would have a tail
         without a head, which is an orphan after a restart.
         """
         again: dict[RecordId, _Job] = {}
-        for job, status in zip(jobs, statuses, strict=True):
-            if status is Status.FULL:
+        for job, written in zip(jobs, outcomes, strict=True):
+            if written.status is Status.FULL:
                 again[job.part.name] = job
             elif job.part.parent in again:
                 self._strays.note(job.part.name, self._tier.footprint(job.part.nbytes))
                 again[job.part.name] = job
             else:
-                self._settled(job, status)
+                self._settled(job, written)
         return list(again.values())
 
     def _count(self, parts: int, why: str) -> None:
@@ -345,15 +345,15 @@ class Spiller:
         self._count(sum(over), "quota")
         return self._fit([job for job, above in zip(jobs, over, strict=True) if not above])
 
-    def _settled(self, job: _Job, status: Status) -> None:
+    def _settled(self, job: _Job, written: Written) -> None:
         """Note a part's outcome.
 
         One whose parent was dropped is dropped too: it would be a tail without a head here, and
         keep the head in DRAM, as the last copy of it, for ever.
         """
-        charged = self._tier.footprint(job.part.nbytes)
+        charged = self._tier.charge(written.header)
         why = "failed"
-        if status is Status.OK:
+        if written.status is Status.OK:
             why = self._catalog.written(job.row, self._number, charged)
         if why:
             self._strays.note(job.part.name, charged)

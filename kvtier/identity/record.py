@@ -35,6 +35,7 @@ import xxhash
 from kvtier.errors import Corrupt
 
 __all__ = [
+    "CODEC_LOSSLESS",
     "CODEC_RAW",
     "HEADER_BYTES",
     "KEY_BYTES",
@@ -47,6 +48,7 @@ __all__ = [
     "Part",
     "RecordId",
     "checksum",
+    "codec_name",
     "name_in",
     "record_id",
     "split_record_id",
@@ -55,7 +57,10 @@ __all__ = [
 RECORD_VERSION: Final = 2
 HEADER_BYTES: Final = 256
 KEY_BYTES: Final = 32
+
 CODEC_RAW: Final = 0
+CODEC_LOSSLESS: Final = 0x0201
+"""Codecs by number: the kind in the high byte, the version in the low one. 0x01 is a pack."""
 
 MAGIC: Final = b"KVTIERrc"
 _BODY: Final = struct.Struct("<8sHHI32s32s32s10s10sIQQ16s16s56s")
@@ -109,6 +114,14 @@ def _possible_part(suffix: bytes) -> Part | None:
 def name_in(head: bytes) -> RecordId:
     """Return the name that a packed header gives its record, without looking at the rest."""
     return head[_KEY] + head[_SUFFIX]
+
+
+def codec_name(codec: int) -> str:
+    """Return what people call the codec of a record, with its version."""
+    kind = {CODEC_RAW: "raw", CODEC_LOSSLESS >> 8: "lossless", 0x01: "pack"}.get(codec >> 8)
+    if kind is None or (kind == "raw") != (codec == CODEC_RAW):
+        return f"unknown {codec:#06x}"
+    return f"{kind}-{codec & 0xFF}" if codec else kind
 
 
 def checksum(data: bytes | memoryview) -> bytes:

@@ -10,6 +10,7 @@ from kvtier.catalog.spill import Spiller
 from kvtier.testing.mutation import Mutation, Patch, collector
 from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.store import Status
+from kvtier.tiers.tier import Written
 
 __all__ = ["ADMISSION"]
 
@@ -26,9 +27,9 @@ def write_what_is_not_paid_for() -> list[Patch]:
 def pay_only_for_what_is_kept() -> list[Patch]:
     settled, spend = Spiller._settled, WriteBudget.spend
 
-    def broken(self: Spiller, job: Any, status: Status) -> None:
-        settled(self, job, status)
-        if status is Status.OK:
+    def broken(self: Spiller, job: Any, written: Written) -> None:
+        settled(self, job, written)
+        if written.status is Status.OK:
             spend(self._tier.writes, self._tier.footprint(job.part.nbytes))
 
     return [(Spiller, "_settled", broken), (WriteBudget, "spend", lambda _self, _nbytes: None)]

@@ -25,6 +25,7 @@ from kvtier.testing.mutation import Mutation, Patch, collector
 from kvtier.tiers import exact
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.store import Status
+from kvtier.tiers.tier import Written
 
 __all__ = ["MOVES"]
 
@@ -228,8 +229,9 @@ def queue_a_spill_without_a_hold() -> list[Patch]:
 def count_a_failed_write_as_stored() -> list[Patch]:
     settled = Spiller._settled
 
-    def broken(self: Spiller, job: Any, status: Status) -> None:
-        settled(self, job, Status.OK if status is Status.FAILED else status)
+    def broken(self: Spiller, job: Any, written: Written) -> None:
+        failed = written.status is Status.FAILED
+        settled(self, job, written._replace(status=Status.OK) if failed else written)
 
     return [(Spiller, "_settled", broken)]
 

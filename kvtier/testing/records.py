@@ -11,7 +11,7 @@ import numpy as np
 from kvtier.identity.record import Header, Part, RecordId, checksum, record_id
 from kvtier.tiers.store import Read, Status, Store, Write
 
-__all__ = ["NAMESPACE", "aligned", "fetch", "is_exact", "make_record", "payload"]
+__all__ = ["NAMESPACE", "aligned", "fetch", "is_exact", "kv_like", "make_record", "payload"]
 
 NAMESPACE: Final = hashlib.sha256(b"kvtier.testing").digest()
 _POISON: Final = 0xAB
@@ -30,6 +30,17 @@ def payload(key: bytes, size: int, version: int = 0) -> memoryview:
     return data
 
 
+def kv_like(seed: int, size: int) -> memoryview:
+    """Return bytes like the KV of a model in bfloat16: normal, of another scale each channel."""
+    numbers = np.random.default_rng(seed)
+    scales = np.exp(numbers.standard_normal(64))
+    wide = (numbers.standard_normal((size // 128 + 1, 64)) * scales).astype("<f4")
+    high = (wide.view("<u4") >> 16).astype("<u2").ravel()
+    data = aligned(size)
+    data[:] = high.data.cast("B")[:size]
+    return data
+
+
 def make_record(
     number: int,
     size: int,
@@ -37,10 +48,14 @@ def make_record(
     version: int = 0,
     namespace: bytes = NAMESPACE,
     part: Part | None = None,
+    like_kv: bool = False,
 ) -> Write:
-    """Return record `number` of a namespace, `size` bytes; a version has bytes of its own."""
+    """Return record `number` of a namespace, `size` bytes; a version has bytes of its own.
+
+    like_kv: those of bfloat16, and not of noise.
+    """
     key = hashlib.sha256(namespace + number.to_bytes(8, "little")).digest()
-    data = payload(key, size, version)
+    data = kv_like(number, size) if like_kv else payload(key, size, version)
     total = checksum(data)
     header = Header(
         namespace=namespace,

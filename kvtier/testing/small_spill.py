@@ -11,11 +11,11 @@ from kvtier.catalog.catalog import Part
 from kvtier.catalog.owners import Quota
 from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
-from kvtier.identity.record import RecordId
+from kvtier.identity.record import Header, RecordId
 from kvtier.testing.small_catalog import LMDB, PART_BYTES, Clock, SmallCatalog
 from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.store import Capabilities, Status, Write
-from kvtier.tiers.tier import Tier
+from kvtier.tiers.tier import Tier, Written
 
 __all__ = ["FOOTPRINT", "Disk", "SmallSpill"]
 
@@ -56,6 +56,10 @@ class Disk:
         """Return the bytes of the budget that a record takes."""
         return nbytes + FOOTPRINT - PART_BYTES
 
+    def charge(self, header: Header) -> int:
+        """Return the same of one that was written."""
+        return self.footprint(header.stored_bytes)
+
     async def write(self, writes: Sequence[Write]) -> list[Status]:
         """Keep records, or not, as they are fated."""
         names = [write.header.id for write in writes]
@@ -68,6 +72,10 @@ class Disk:
         both = zip(names, ends, strict=True)
         self.kept |= dict.fromkeys(name for name, end in both if end is Status.OK)
         return ends
+
+    async def _write(self, writes: Sequence[Write]) -> list[Written]:
+        ends = await self.write(writes)
+        return [Written(end, one.header) for end, one in zip(ends, writes, strict=True)]
 
     async def delete(self, names: Sequence[RecordId]) -> list[Status]:
         """Delete records."""

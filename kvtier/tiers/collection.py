@@ -16,14 +16,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
-from kvtier.identity.record import CODEC_RAW, KEY_BYTES, Header, RecordId
-from kvtier.tiers.pack import CODEC_PACK, order_of, unpacked_id
+from kvtier.codecs.known import KNOWN
+from kvtier.identity.record import KEY_BYTES, Header, RecordId
+from kvtier.tiers.pack import CODEC_PACK, CODEC_SIZED_PACK, order_of, unpacked_id
 from kvtier.tiers.store import Span, Status
 
 __all__ = ["Collectable", "Collected", "Found", "Kept", "Listed", "Medium", "choose", "collect"]
 
 _BATCH: Final = 1000  # as many as S3 lists, and deletes, by one request
 _HEADERS: Final = 256
+_READABLE: Final = frozenset((*KNOWN, CODEC_PACK, CODEC_SIZED_PACK))
 
 CLAIM_SECONDS: Final = 120.0
 """How long a claim lasts that is not renewed; it is renewed with every batch."""
@@ -183,7 +185,7 @@ def _look(medium: Medium, out: Collected, tell: Callable[[str, int, int], None])
         tell("look", start, len(listed))
         headers = medium.headers([name for name, _, _ in lot])
         for (name, nbytes, age_s), header in zip(lot, headers, strict=True):
-            if isinstance(header, Header) and header.codec in (CODEC_RAW, CODEC_PACK):
+            if isinstance(header, Header) and header.codec in _READABLE:
                 own = (unpacked_id(name),)
                 found.append(Found(name, nbytes, age_s, header.depth, header.parent, own))
             elif header is not Status.ABSENT:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from kvtier.codecs.known import KNOWN
 from kvtier.identity.record import CODEC_RAW, Header, RecordId, checksum
 from kvtier.tiers.store import Read, Status
 
-__all__ = ["Fetched", "Wanted", "is_exact", "verify"]
+__all__ = ["Fetched", "Wanted", "is_exact", "is_known", "sums_to", "verify"]
 
 
 class Wanted(NamedTuple):
@@ -20,27 +21,55 @@ class Wanted(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Outcome of a read. `raw_sum` is the checksum of the exact bytes when the status is OK."""
+    """Outcome of a read. `raw_sum` is the checksum of the exact bytes when the status is OK.
+
+    unknown: the record is CORRUPT to this kvtier only for its codec, which is another's.
+    decoded: a codec made the bytes of fewer.
+    """
 
     status: Status
     raw_sum: bytes = b""
+    unknown: bool = False
+    decoded: bool = False
 
 
 def verify(read: Read, wanted: Wanted) -> Fetched:
-    """Turn a Store's read into exact bytes or a status."""
-    if read.status is not Status.OK or read.header is None:
+    """Turn a Store's read into exact bytes or a status. Blocks while a codec decodes."""
+    header = read.header
+    if read.status is not Status.OK or header is None:
         return Fetched(Status.FAILED if read.status is Status.OK else read.status)
-    if not is_exact(read.header, wanted):
+    if not is_known(header):
+        return Fetched(Status.CORRUPT, unknown=True)
+    if not is_exact(header, wanted):
         return Fetched(Status.CORRUPT)
-    return Fetched(Status.OK, read.header.raw_sum)
+    return Fetched(Status.OK, header.raw_sum, decoded=header.codec != CODEC_RAW)
+
+
+def is_known(header: Header) -> bool:
+    """Say whether the bytes of a record can be told from their stored form."""
+    return header.codec in KNOWN
 
 
 def is_exact(header: Header, wanted: Wanted) -> bool:
-    """Say whether a record is the wanted one, and its bytes are those that were written."""
-    return (
-        header.id == wanted.id
-        and header.namespace == wanted.namespace
-        and header.codec == CODEC_RAW
-        and header.raw_bytes == header.stored_bytes == wanted.raw_bytes
-        and checksum(wanted.into[: header.stored_bytes]) == header.stored_sum == header.raw_sum
-    )
+    """Say whether a record is the wanted one, and make its exact bytes of the stored ones.
+
+    No byte of the stored ones is looked at before their checksum says that they are what was
+    written. How many bytes a codec makes of them was known before: those that are wanted.
+    """
+    if (
+        header.id != wanted.id
+        or header.namespace != wanted.namespace
+        or header.raw_bytes != wanted.raw_bytes
+        or header.stored_bytes > header.raw_bytes
+        or not sums_to(wanted.into[: header.stored_bytes], header.stored_sum)
+    ):
+        return False
+    if header.codec == CODEC_RAW:  # they are in their place already
+        return header.stored_bytes == header.raw_bytes and header.stored_sum == header.raw_sum
+    stored, raw = wanted.into[: header.stored_bytes], wanted.into[: header.raw_bytes]
+    return KNOWN[header.codec].decode(stored, raw) and sums_to(raw, header.raw_sum)
+
+
+def sums_to(data: memoryview, total: bytes) -> bool:
+    """Say whether bytes have that checksum."""
+    return checksum(data) == total

@@ -10,15 +10,25 @@ Payload of a pack, version 1::
     the chunk keys of its parts, 32 bytes each
     then for each part its record: header (256 bytes), stored bytes
 
-All parts of a pack have one stored length, so that a reader that knows the name computes where
-each one lies, and reads any run of them by one range, each with the header that proves it. A pack
-of another version has another codec number, and is passed over.
+All parts of such a pack have one stored length, so that a reader that knows the name computes
+where each one lies, and reads any run of them by one range, each with the header that proves it.
+
+Where a codec encoded some of its parts, a pack is of version 2, under the same name::
+
+    the chunk keys of its parts, 32 bytes each
+    their stored lengths, u32 little-endian each
+    then for each part its record: header (256 bytes), stored bytes
+
+Which of both it is, its own header says by the codec number, and its 33rd bytes say too: version 1
+has the magic of a header there, which is no length. So a reader that looked for parts where they
+are not reads the beginning of the pack, and then knows. A pack of another version has another
+number, and is passed over.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -37,21 +47,29 @@ from kvtier.tiers.store import Write
 __all__ = [
     "CELL_BYTES",
     "CODEC_PACK",
+    "CODEC_SIZED_PACK",
     "LONGEST",
     "Run",
     "cut",
+    "head_bytes",
+    "lengths_in",
     "longest_order",
     "member_at",
     "members_bytes",
     "order_of",
     "pack",
     "pack_id",
+    "pack_sized",
     "runs_over",
+    "sized_at",
     "unpacked_id",
 ]
 
 CODEC_PACK: Final = 0x0101
 """The codec of a pack of version 1 in its record's header."""
+
+CODEC_SIZED_PACK: Final = 0x0102
+"""The same of version 2."""
 
 CELL_BYTES: Final = 16 << 20
 """A run is as long as fits these: the client's CPU a byte halves from 2 to 16 MiB an object."""
@@ -60,6 +78,7 @@ LONGEST: Final = 7
 """The order of the longest run: 128 parts, as many as are written in one batch."""
 
 _ALONE_BYTES: Final = 8 << 20  # from here on a part is an object of its own
+_LENGTH_BYTES: Final = 4
 _COMPONENT: Final = struct.Struct("<H")
 _SHIFT: Final = 13  # of the order within the component, of which a geometry has few
 _MASK: Final = (1 << _SHIFT) - 1
@@ -124,10 +143,28 @@ def members_bytes(order: int, nbytes: int) -> int:
     return member_at(1 << order, order, nbytes)
 
 
+def sized_at(index: int, order: int, lengths: Sequence[int]) -> int:
+    """Return the same of a pack of version 2, whose parts have these stored lengths."""
+    return head_bytes(order) + HEADER_BYTES * index + sum(lengths[:index])
+
+
+def head_bytes(order: int) -> int:
+    """Return where the records of a pack of version 2 begin."""
+    return KEY_BYTES + _LENGTH_BYTES << order
+
+
+def lengths_in(head: bytes, order: int) -> tuple[int, ...]:
+    """Return the lengths in the first ``head_bytes`` of a pack; none if it is of version 1.
+
+    They are what somebody wrote there.
+    """
+    found = struct.unpack_from(f"<{1 << order}I", head, KEY_BYTES << order)
+    return () if max(found) >= _ALONE_BYTES else found
+
+
 def pack(records: Sequence[Write], order: int) -> Write:
     """Return the record that holds ``2**order`` records of a chain, in a buffer of its own."""
-    first, last = records[0].header, records[-1].header
-    nbytes = first.stored_bytes
+    nbytes = records[0].header.stored_bytes
     payload = bytearray(members_bytes(order, nbytes))
     into = np.frombuffer(payload, np.uint8)
     for index, (header, data) in enumerate(records):
@@ -136,7 +173,42 @@ def pack(records: Sequence[Write], order: int) -> Write:
         payload[at : at + HEADER_BYTES] = header.pack()
         at += HEADER_BYTES
         np.copyto(into[at : at + nbytes], np.frombuffer(data[:nbytes], np.uint8))
-    whole = memoryview(payload)
+    return _around(records, order, memoryview(payload), CODEC_PACK)
+
+
+def pack_sized(
+    records: Sequence[Write],
+    order: int,
+    encode: Callable[[Write, memoryview], Header | None],
+) -> tuple[Write, list[Header]]:
+    """Return the same of version 2, and the headers of its records.
+
+    encode: writes a record's bytes into a buffer of as many and returns its new header, or None.
+    """
+    nbytes = records[0].header.stored_bytes
+    count = 1 << order
+    payload = memoryview(bytearray(head_bytes(order) + count * (HEADER_BYTES + nbytes)))
+    payload[: KEY_BYTES << order] = b"".join(one.header.key for one in records)
+    headers: list[Header] = []
+    at = head_bytes(order)
+    for record in records:
+        into = payload[at + HEADER_BYTES : at + HEADER_BYTES + nbytes]
+        header = encode(record, into)
+        if header is None:
+            header = record.header
+            source = np.frombuffer(record.data[:nbytes], np.uint8)
+            np.copyto(np.frombuffer(into, np.uint8), source)
+        payload[at : at + HEADER_BYTES] = header.pack()
+        at += HEADER_BYTES + header.stored_bytes
+        headers.append(header)
+    lengths = (header.stored_bytes for header in headers)
+    struct.pack_into(f"<{count}I", payload, KEY_BYTES << order, *lengths)
+    return _around(records, order, payload[:at], CODEC_SIZED_PACK), headers
+
+
+def _around(records: Sequence[Write], order: int, whole: memoryview, codec: int) -> Write:
+    """Return the record of which a pack's payload is the bytes."""
+    first, last = records[0].header, records[-1].header
     total = checksum(whole)
     key, part = split_record_id(pack_id(last.id, order))
     header = Header(
@@ -149,7 +221,7 @@ def pack(records: Sequence[Write], order: int) -> Write:
         stored_bytes=len(whole),
         raw_sum=total,
         stored_sum=total,
-        codec=CODEC_PACK,
+        codec=codec,
     )
     return Write(header, whole)
 

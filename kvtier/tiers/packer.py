@@ -4,6 +4,10 @@ Packing needs a Store that is shared and reads spans of a record. Where a part l
 for the parts that were written or looked up last; of any other it is not known in which pack it
 is, so it is taken for a part alone. A read of it finds nothing then, the index drops it, and the
 next look-up finds the pack.
+
+Whether a codec made the parts of a pack smaller, and where they lie then, its beginning says. A
+pack of which that is not known is taken for one like the last that was looked into; where a part
+is not found in its place, the beginning is read, and then the part once more.
 """
 
 from __future__ import annotations
@@ -11,12 +15,24 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvtier.errors import Corrupt
-from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
-from kvtier.tiers.pack import cut, longest_order, member_at, order_of, pack, pack_id
+from kvtier.identity.record import CODEC_RAW, HEADER_BYTES, KEY_BYTES, Header, RecordId
+from kvtier.tiers.coding import Coding, Written, encoded
+from kvtier.tiers.pack import (
+    cut,
+    head_bytes,
+    lengths_in,
+    longest_order,
+    member_at,
+    order_of,
+    pack,
+    pack_id,
+    pack_sized,
+    sized_at,
+)
 from kvtier.tiers.store import Read, Span, SpanStore, Status, Write
 
 __all__ = ["Packer"]
@@ -37,25 +53,45 @@ class _Member(NamedTuple):
 
     at: int
     place: _Place
+    start: int
     nbytes: int
 
 
 class _Pack:
-    """The parts of a pack that is there, and of how many this process has no use any more."""
+    """The parts of a pack that is there, and of how many this process has no use any more.
 
-    __slots__ = ("gone", "members", "nbytes")
+    lengths: of its parts, none for one of version 1; None as long as nobody has looked.
+    """
 
-    def __init__(self, members: tuple[RecordId, ...], nbytes: int) -> None:
+    __slots__ = ("gone", "lengths", "members", "nbytes")
+
+    def __init__(
+        self, members: tuple[RecordId, ...], nbytes: int, lengths: tuple[int, ...] | None
+    ) -> None:
         self.members = members
         self.nbytes = nbytes
+        self.lengths = lengths
         self.gone: set[RecordId] = set()
+
+    def member(self, at: int, place: _Place) -> _Member:
+        """Return where a part lies."""
+        order, before = order_of(place.pack), place.before
+        if self.lengths:
+            start = sized_at(before, order, self.lengths)
+            return _Member(at, place, start, self.lengths[before])
+        return _Member(at, place, member_at(before, order, self.nbytes), self.nbytes)
 
 
 class Packer:
-    """Packs above one Store. Every method blocks, and may be called from several threads."""
+    """Packs above one Store. Every method blocks, and may be called from several threads.
+
+    coding: what encodes the parts, if anything does.
+    """
 
     def __init__(self, store: SpanStore) -> None:
         self._store = store
+        self.coding: Coding | None = None
+        self._sized = False  # what was looked into last was of version 2
         self._lock = threading.Lock()
         self._packs: OrderedDict[RecordId, _Pack] = OrderedDict()
         self._places: dict[RecordId, _Place] = {}
@@ -94,24 +130,58 @@ class Packer:
         out = [Status.FAILED] * len(records)
         for run in self.runs(records):
             members = [records[place] for place in run]
-            order = len(run).bit_length() - 1
-            record = pack(members, order) if order else members[0]
-            (status,) = self._store.write_many([record])
-            if order and status is Status.OK:
-                self.learn([each.header.id for each in members], members[0].header.stored_bytes)
-            for place in run:
-                out[place] = status
+            for place, one in zip(run, self._write(members), strict=True):
+                out[place] = one.status
         return out
 
+    def send(self, records: Sequence[Write]) -> list[Written]:
+        """Do the same, and say how each part was written."""
+        out = [Written(Status.FAILED, record.header) for record in records]
+        for run in self.runs(records):
+            written = self._write([records[place] for place in run])
+            for place, one in zip(run, written, strict=True):
+                out[place] = one
+        return out
+
+    def _write(self, members: Sequence[Write]) -> list[Written]:
+        """Write a run."""
+        order = len(members).bit_length() - 1
+        headers = [each.header for each in members]
+        nbytes = headers[0].stored_bytes
+        lengths: tuple[int, ...] = ()
+        record = members[0]
+        if not order:
+            if self.coding is not None:
+                record = encoded(record, self.coding, self._store.ALIGNMENT)
+                headers = [record.header]
+        elif self.coding is not None and self.coding.chooses(members):
+            record, headers = pack_sized(members, order, self.coding.encode)
+            if any(each.codec != CODEC_RAW for each in headers):
+                lengths = tuple(each.stored_bytes for each in headers)
+        if order and not lengths:
+            record = pack(members, order)
+        if self.coding is None:
+            (status,) = self._store.write_many([record])
+        else:
+            (status,) = self.coding.timed(self._store, [record])
+        if order and status is Status.OK:
+            self._know([each.id for each in headers], nbytes, lengths)
+        return [Written(status, header) for header in headers]
+
     def learn(self, members: Sequence[RecordId], nbytes: int) -> None:
-        """Remember that there is the pack of these parts, a run, each of so many stored bytes."""
+        """Remember that there is the pack of these parts, a run, each of so many raw bytes."""
+        self._know(members, nbytes, None)
+
+    def _know(
+        self, members: Sequence[RecordId], nbytes: int, lengths: tuple[int, ...] | None
+    ) -> None:
         order = len(members).bit_length() - 1
         if not order:
             return
         name = pack_id(members[-1], order)
         with self._lock:
             self._forget(name)
-            self._packs[name] = _Pack(tuple(members), nbytes)
+            self._packs[name] = _Pack(tuple(members), nbytes, lengths)
             for index, member in enumerate(members):
                 self._places[member] = _Place(name, index)
             while len(self._places) > _REMEMBERED:
@@ -127,45 +197,111 @@ class Packer:
 
     def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:
         """See Store; parts that lie in packs by ranges, straight into their buffers."""
+        alone, packed = self._sorted(ids)
+        out = [Read(Status.FAILED)] * len(ids)
+        reads = self._store.read_many([ids[at] for at in alone], [into[at] for at in alone])
+        for at, read in zip(alone, reads, strict=True):
+            out[at] = read
+        if self._sized:
+            self._look(packed, anew=False)
+        missed = self._read_packed(packed, ids, into, out)
+        elsewhere = {at: packed[at] for at, span in missed.items() if span is not Status.ABSENT}
+        changed = self._look(elsewhere, anew=True)
+        again = {at: name for at, name in elsewhere.items() if name in changed}
+        for at in again:
+            del missed[at]
+        missed |= self._read_packed(again, ids, into, out)
+        with self._lock:
+            for at, span in missed.items():
+                if span is not Status.OK:  # it is gone, or there otherwise packed
+                    self._forget(packed[at])
+        return out
+
+    def _sorted(self, ids: Sequence[RecordId]) -> tuple[list[int], dict[int, RecordId]]:
+        """Return which of a batch lie alone, and which in what packs."""
         alone: list[int] = []
-        members: list[_Member] = []
+        packed: dict[int, RecordId] = {}
         with self._lock:
             for at, name in enumerate(ids):
                 place = self._places.get(name)
                 if place is None:
                     alone.append(at)
+                else:
+                    self._packs.move_to_end(place.pack)
+                    packed[at] = place.pack
+        return alone, packed
+
+    def _look(self, packed: Mapping[int, RecordId], *, anew: bool) -> set[RecordId]:
+        """Read where the parts of packs lie; return the packs of which that was not known so.
+
+        anew: of those too that were looked into before.
+        """
+        names: list[RecordId] = []
+        with self._lock:
+            for name in dict.fromkeys(packed.values()):
+                known = self._packs.get(name)
+                if known is not None and (anew or known.lengths is None):
+                    names.append(name)
+        heads = [bytearray(head_bytes(order_of(name))) for name in names]
+        spans = [Span(name, 0, [memoryview(head)]) for name, head in zip(names, heads, strict=True)]
+        statuses = self._store.read_spans(spans) if spans else []
+        changed: set[RecordId] = set()
+        with self._lock:
+            for name, head, status in zip(names, heads, statuses, strict=True):
+                known = self._packs.get(name)
+                if status is not Status.OK or known is None:
                     continue
-                self._packs.move_to_end(place.pack)
-                members.append(_Member(at, place, self._packs[place.pack].nbytes))
-        out = [Read(Status.FAILED)] * len(ids)
-        reads = self._store.read_many([ids[at] for at in alone], [into[at] for at in alone])
-        for at, read in zip(alone, reads, strict=True):
-            out[at] = read
-        fitting = [one for one in members if len(into[one.at]) >= one.nbytes]
-        for at, read in self._read_members(fitting, into):
-            out[at] = read
-        return out
+                lengths = lengths_in(bytes(head), order_of(name))
+                if (known.lengths or ()) != lengths:
+                    changed.add(name)
+                known.lengths = lengths
+                self._sized = bool(lengths)
+        return changed
+
+    def _read_packed(
+        self,
+        packed: Mapping[int, RecordId],
+        ids: Sequence[RecordId],
+        into: Sequence[memoryview],
+        out: list[Read],
+    ) -> dict[int, Status]:
+        """Read parts from packs; return those that were not where they were looked for.
+
+        With what the Store said of that place: nothing is there, or something else.
+        """
+        members: list[_Member] = []
+        with self._lock:
+            for at in packed:
+                place = self._places.get(ids[at])
+                if place is not None:
+                    one = self._packs[place.pack].member(at, place)
+                    if len(into[at]) >= one.nbytes:
+                        members.append(one)
+        missed: dict[int, Status] = {}
+        for one, span, read in self._read_members(members, into):
+            out[one.at] = read
+            found = read.header is not None and read.header.id == ids[one.at]
+            if not found and span is not Status.FAILED:
+                missed[one.at] = span
+        return missed
 
     def _read_members(
         self, members: Sequence[_Member], into: Sequence[memoryview]
-    ) -> Iterator[tuple[int, Read]]:
+    ) -> Iterator[tuple[_Member, Status, Read]]:
         groups = list(_adjacent(members))
         heads = [[memoryview(bytearray(HEADER_BYTES)) for _ in group] for group in groups]
         spans = []
         for group, above in zip(groups, heads, strict=True):
-            place, nbytes = group[0].place, group[0].nbytes
+            first = group[0]
             buffers = [
-                (head, into[one.at][:nbytes]) for head, one in zip(above, group, strict=True)
+                (head, into[one.at][: one.nbytes]) for head, one in zip(above, group, strict=True)
             ]
-            start = member_at(place.before, order_of(place.pack), nbytes)
-            spans.append(Span(place.pack, start, list(itertools.chain.from_iterable(buffers))))
+            flat = list(itertools.chain.from_iterable(buffers))
+            spans.append(Span(first.place.pack, first.start, flat))
         statuses = self._store.read_spans(spans) if spans else []
         for group, above, status in zip(groups, heads, statuses, strict=True):
-            if status in (Status.ABSENT, Status.CORRUPT):  # or it is there otherwise packed
-                with self._lock:
-                    self._forget(group[0].place.pack)
             for one, head in zip(group, above, strict=True):
-                yield one.at, _read_of(status, head)
+                yield one, status, _read_of(status, head)
 
     # ---- look up, delete
 
@@ -215,13 +351,15 @@ class Packer:
 def _adjacent(members: Sequence[_Member]) -> Iterator[list[_Member]]:
     """Yield runs of a batch that follow each other in one pack, each of a few MiB."""
     group: list[_Member] = []
+    size = 0
     for one in members:
+        size += one.nbytes
         if group and not (
             one.place == _Place(group[-1].place.pack, group[-1].place.before + 1)
-            and (len(group) + 1) * one.nbytes <= _SPAN_BYTES
+            and size <= _SPAN_BYTES
         ):
             yield group
-            group = []
+            group, size = [], one.nbytes
         group.append(one)
     if group:
         yield group

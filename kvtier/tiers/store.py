@@ -27,6 +27,7 @@ from kvtier.identity.record import Header, RecordId
 __all__ = [
     "Capabilities",
     "CountingStore",
+    "EncodedStore",
     "Option",
     "PaidStore",
     "Read",
@@ -168,6 +169,15 @@ class CountingStore(Store, Protocol):
     """A Store that counts, in a few words of cause, what went wrong; its Tier makes it a metric."""
 
     causes: Causes
+
+
+@runtime_checkable
+class EncodedStore(Store, Protocol):
+    """A Store in which what a codec left of a record takes other room than raw bytes do."""
+
+    def encoded_footprint(self, stored_bytes: int) -> int:
+        """Return the bytes that an encoded record of this payload takes from the capacity."""
+        ...
 
 
 @runtime_checkable

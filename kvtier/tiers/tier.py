@@ -15,18 +15,20 @@ from typing import Final, TypeVar
 from kvtier.clock import Clock
 from kvtier.errors import Unavailable
 from kvtier.events import Reporter, noted
-from kvtier.identity.record import Header, RecordId
+from kvtier.identity.record import CODEC_RAW, Header, RecordId
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow, IoPool
 from kvtier.tiers.ailments import IN_A_ROW, Ailments
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.budget import WriteBudget
+from kvtier.tiers.coding import Coding, Written, send_each
 from kvtier.tiers.exact import Fetched, Wanted, verify
 from kvtier.tiers.pack import longest_order
 from kvtier.tiers.packer import Packer
-from kvtier.tiers.store import CountingStore, PaidStore, SpanStore, Status, Store, Write
+from kvtier.tiers.store import EncodedStore, SpanStore, Status, Store, Write
+from kvtier.tiers.tally import Tally
 
-__all__ = ["Fetched", "Tier", "Wanted"]
+__all__ = ["Fetched", "Tier", "Wanted", "Written"]
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -43,6 +45,8 @@ class Tier:
     """One tier below DRAM. Its coroutines run on the Flow; none raises for a fault below.
 
     admission: which parts it takes, see Admission. writes: how much may be sent to the Store.
+    coding: what encodes records on their way down; None, as long as nothing else was said, writes
+    them as they are. What others encoded is read either way.
     """
 
     def __init__(
@@ -63,18 +67,26 @@ class Tier:
         self._flow = flow
         self._metrics = metrics
         self._clock = clock
+        self.coding: Coding | None = None
         self._packer = _packer(store)
+        self._sized = store if isinstance(store, EncodedStore) else None
         self._verbs = self._packer or store
         self._pool = IoPool(name, store.THREADS)
         self._breaker = Breaker(clock)
         self._report = Reporter(clock)
+        self._tally = Tally(name, store, metrics)
         self._running: dict[int, float] = {}
         self._tasks: dict[int, asyncio.Task[object]] = {}
         self._calls = 0
-        self._faults: dict[str, int] = {}  # of the Store's, what is in the metrics already
         self._changed: float | None = None  # since when the Store may have what is not committed
         self._settling: asyncio.Task[None] | None = None
         self._ailments = Ailments()
+
+    def encode_by(self, coding: Coding) -> None:
+        """Let records be encoded. To be called before anything else."""
+        self.coding = coding
+        if self._packer is not None:
+            self._packer.coding = coding
 
     @property
     def available(self) -> bool:
@@ -93,10 +105,14 @@ class Tier:
             return _HANGS
         return self._ailments.trouble(IN_A_ROW if self._breaker.closed else 1)
 
-    def footprint(self, nbytes: int) -> int:
-        """Return the bytes of the budget that a record takes; its payload if the Store fails."""
+    def footprint(self, nbytes: int, *, encoded: bool = False) -> int:
+        """Return the bytes of the budget that a record takes; its payload if the Store fails.
+
+        encoded: its payload is what a codec left.
+        """
+        of = self._sized.encoded_footprint if encoded and self._sized else self.store.footprint
         try:
-            found = operator.index(self.store.footprint(nbytes))
+            found = operator.index(of(nbytes))
         except Exception as error:  # noqa: BLE001  (a plug-in may raise anything; P2)
             self._report.warn(self.name, f"footprint: {type(error).__name__}: {error}")
             return nbytes
@@ -105,18 +121,17 @@ class Tier:
             return nbytes
         return found
 
+    def charge(self, header: Header) -> int:
+        """Return the same of a record as it was written."""
+        return self.footprint(header.stored_bytes, encoded=header.codec != CODEC_RAW)
+
     async def read(self, wanted: Sequence[Wanted]) -> list[Fetched]:
         """Fill the buffers with verified bytes. A buffer is the call's until this returns."""
         failed = [Fetched(Status.FAILED)] * len(wanted)
         out = await self._call("read", self._read, list(wanted), failed)
         for one, record in zip(out, wanted, strict=True):
-            if one.status is Status.OK:
-                self._metrics.add("fetched_bytes", record.raw_bytes, tier=self.name)
-            elif one.status is Status.CORRUPT:
-                self._metrics.add("corrupt_records", tier=self.name)
-                self._report.warn(self.name, "a record is corrupt; it is dropped")
-            elif one.status is Status.ABSENT:  # it was asked for since it was there
-                self._metrics.add("vanished_records", tier=self.name)
+            if warning := self._tally.fetched(one, record):
+                self._report.warn(self.name, warning)
         return out
 
     async def write(self, records: Sequence[Write]) -> list[Status]:
@@ -124,17 +139,31 @@ class Tier:
 
         What is sent to the Store is taken from the write budget, also when it fails there.
         """
-        failed = [Status.FAILED] * len(records)
-        sent = sum(self.footprint(record.header.stored_bytes) for record in records)
-        out = await self._call("write", self._verbs.write_many, list(records), failed, sent)
-        written = sum(
-            record.header.stored_bytes
-            for status, record in zip(out, records, strict=True)
-            if status is Status.OK
-        )
+        return [one.status for one in await self._write(records)]
+
+    async def _write(self, records: Sequence[Write]) -> list[Written]:
+        headers = [record.header for record in records]
+        failed = [Written(Status.FAILED, header) for header in headers]
+        sent = sum(self.footprint(header.stored_bytes) for header in headers)
+        if self.coding is None:
+            statuses = [Status.FAILED] * len(records)
+            statuses = await self._call(
+                "write", self._verbs.write_many, list(records), statuses, sent
+            )
+            out = list(map(Written, statuses, headers))
+        else:
+            out = await self._call("write", self._send, list(records), failed, sent)
+            self.writes.spend(sum(self.charge(one.header) for one in out) - sent)
+        written = sum(one.header.stored_bytes for one in out if one.status is Status.OK)
         self._metrics.add("spilled_bytes", written, tier=self.name)
         self._note_change()
         return out
+
+    def _send(self, records: list[Write]) -> list[Written]:
+        """Write records that a codec may encode, on a thread of the pool."""
+        if self._packer is not None:
+            return self._packer.send(records)
+        return send_each(self.store, records, self.coding) if self.coding else []
 
     async def delete(self, ids: Sequence[RecordId]) -> list[Status]:
         """Delete records, and with one that lies in a pack all of that pack."""
@@ -173,20 +202,19 @@ class Tier:
         if self._packer is not None:
             self._packer.learn(members, nbytes)
 
-    async def write_all(self, records: Sequence[Write]) -> list[Status]:
+    async def write_all(self, records: Sequence[Write]) -> list[Written]:
         """Write records, ancestors first, with as many calls in parallel as the Store takes."""
         runs = self._packer.runs(records) if self._packer else [[at] for at in range(len(records))]
         calls = min(self.store.THREADS, len(runs))
         lots = (runs[len(runs) * i // calls : len(runs) * (i + 1) // calls] for i in range(calls))
         portions = [list(itertools.chain.from_iterable(lot)) for lot in lots]
         outcomes = await asyncio.gather(
-            *(self.write([records[at] for at in portion]) for portion in portions)
+            *(self._write([records[at] for at in portion]) for portion in portions)
         )
-        out = [Status.FAILED] * len(records)
+        out: dict[int, Written] = {}
         for portion, outcome in zip(portions, outcomes, strict=True):
-            for at, status in zip(portion, outcome, strict=True):
-                out[at] = status
-        return out
+            out |= zip(portion, outcome, strict=True)
+        return [out[at] for at in range(len(records))]
 
     def settle(self) -> None:
         """Let the Store commit what it has gathered, once nothing else has called it for a second.
@@ -232,9 +260,11 @@ class Tier:
 
     def figures(self) -> None:
         """Set the gauges. From any thread."""
-        self._count_requests()
+        self._tally.requests()
         if self._packer is not None:
             self._metrics.set("pack_residue_parts", self._packer.residue, tier=self.name)
+        if self.coding is not None:
+            self.coding.figures()
         if math.isfinite(self.writes.a_day):
             self._metrics.set("write_budget_bytes", self.writes.left, tier=self.name)
 
@@ -305,9 +335,9 @@ class Tier:
     ) -> list[T]:
         try:
             out = await self._flow.io(self._pool, call, items)
-            self._count_faults()
+            self._tally.faults()
         except Exception as error:  # noqa: BLE001  (P2)
-            self._count_faults()
+            self._tally.faults()
             self._metrics.add("tier_errors", tier=self.name)
             self._report.warn(self.name, str(error))
             self._ailments.fails(verb, str(error))
@@ -323,25 +353,6 @@ class Tier:
         self._breaker.report(ok=bad < len(out))
         return out
 
-    def _count_faults(self) -> None:
-        """Bring what the Store counted into the metrics. On the loop only."""
-        counts = self.store.causes.counts() if isinstance(self.store, CountingStore) else {}
-        for cause, count in counts.items():
-            self._metrics.add(
-                "tier_faults", count - self._faults.get(cause, 0), tier=self.name, reason=cause
-            )
-        self._faults = counts
-
-    def _count_requests(self) -> None:
-        """Set what the Store has sent, and what that costs. From any thread."""
-        if not isinstance(self.store, PaidStore):
-            return
-        counts, prices = self.store.requests.counts(), self.store.prices
-        for kind, count in counts.items():
-            self._metrics.set("sent_requests", count, tier=self.name, kind=kind)
-        dollars = sum(prices.get(kind, 0.0) * count for kind, count in counts.items())
-        self._metrics.set("sent_requests_dollars", dollars, tier=self.name)
-
     def _hung(self) -> bool:
         """Say whether every thread sits in a call that does not return."""
         late = self._clock() - HUNG_SECONDS
@@ -349,7 +360,10 @@ class Tier:
 
     def _read(self, wanted: list[Wanted]) -> list[Fetched]:
         """Read and verify, on a thread of the pool."""
+        began = self._clock() if self.coding else 0.0
         reads = self._verbs.read_many([one.id for one in wanted], [one.into for one in wanted])
+        if self.coding:
+            self.coding.received(reads, self._clock() - began)
         return [verify(read, one) for read, one in zip(reads, wanted, strict=True)]
 
 
@@ -379,5 +393,5 @@ def _lazily(store: Store) -> Iterator[Header]:
 
 
 def _failed(outcome: object) -> bool:
-    status = outcome.status if isinstance(outcome, Fetched) else outcome
+    status = outcome.status if isinstance(outcome, Fetched | Written) else outcome
     return status is Status.FAILED

@@ -11,7 +11,7 @@ from msgspec import structs
 from kvtier.identity.record import HEADER_BYTES, Header
 from kvtier.testing.proxy import DelayProxy, Fault
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, Toy, dram, opened, prompt
-from kvtier.tiers.pack import CODEC_PACK
+from kvtier.tiers.pack import CODEC_SIZED_PACK
 from kvtier.tiers.packer import Packer
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
@@ -168,7 +168,7 @@ def test_a_pack_of_a_newer_version_is_a_counted_miss_and_stays(host, url, s3_ser
     bucket, _, prefix = s3_location.removeprefix("//").partition("/")
     for each in client.list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]:
         body = bytearray(client.get_object(Bucket=bucket, Key=each["Key"])["Body"].read())
-        newer = structs.replace(Header.unpack(body), codec=CODEC_PACK + 1)
+        newer = structs.replace(Header.unpack(body), codec=CODEC_SIZED_PACK + 1)
         members = bytes(reversed(body[HEADER_BYTES:]))  # laid out as nobody here knows
         client.put_object(Bucket=bucket, Key=each["Key"], Body=newer.pack() + members)
     other = host(url)

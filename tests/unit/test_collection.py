@@ -11,7 +11,7 @@ import pytest
 from kvtier.identity.record import Header, Part, record_id
 from kvtier.tiers import collection as module
 from kvtier.tiers.collection import Collected, Found, Kept, Listed, choose, collect
-from kvtier.tiers.pack import CODEC_PACK, pack, pack_id, unpacked_id
+from kvtier.tiers.pack import CODEC_PACK, CODEC_SIZED_PACK, pack, pack_id, unpacked_id
 from kvtier.tiers.store import Span, Status, Write
 
 HOUR = 3600.0
@@ -172,7 +172,7 @@ def test_a_branch_off_the_middle_of_a_pack_is_no_orphan():
 
 
 def test_strangers_and_what_is_spoilt_or_of_another_version_stay():
-    shelf = Shelf([*chain(0, 2), record(20, 19, 5, codec=CODEC_PACK + 1), record(21, 19, 5)])
+    shelf = Shelf([*chain(0, 2), record(20, 19, 5, codec=CODEC_SIZED_PACK + 1), record(21, 19, 5)])
     shelf.strangers = 3
     shelf.spoilt = {name(21)}
     out = run(shelf, Kept(0, None, HOUR))

@@ -11,8 +11,8 @@ import pytest
 from msgspec import structs
 
 from kvtier.identity.record import HEADER_BYTES, Part, checksum, record_id
-from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.records import make_record
+from kvtier.testing.span_memory import SpanMemory
 from kvtier.tiers import packer as module
 from kvtier.tiers.pack import (
     CODEC_PACK,
@@ -28,39 +28,10 @@ from kvtier.tiers.pack import (
     unpacked_id,
 )
 from kvtier.tiers.packer import Packer
-from kvtier.tiers.store import Span, Status, Write
+from kvtier.tiers.store import Status, Write
 
 SIZE = 1000
 OK, ABSENT, CORRUPT, FAILED = Status.OK, Status.ABSENT, Status.CORRUPT, Status.FAILED
-
-
-class Spans(MemoryStore):
-    """A store that reads spans, and notes what it was asked for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.spans: list[Span] = []
-        self.deleted: list[bytes] = []
-
-    def read_spans(self, spans: Sequence[Span]) -> list[Status]:
-        self.spans += spans
-        return [self._span(span) for span in spans]
-
-    def _span(self, span: Span) -> Status:
-        if span.id not in self._records:
-            return ABSENT
-        _, data = self._records[span.id]
-        at = span.start
-        for piece in span.into:
-            if at + len(piece) > len(data):
-                return CORRUPT
-            piece[:] = data[at : at + len(piece)]
-            at += len(piece)
-        return OK
-
-    def delete_many(self, ids):
-        self.deleted += ids
-        return super().delete_many(ids)
 
 
 def chain(first: int, stop: int, size: int = SIZE, part: Part | None = None) -> list[Write]:
@@ -92,7 +63,7 @@ def read(packer: Packer, records: Sequence[Write]) -> list[Status]:
 
 @pytest.fixture
 def store():
-    return Spans()
+    return SpanMemory()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from kvtier.errors import Corrupt, Full, Unavailable
-from kvtier.identity.record import Header, Part
+from kvtier.identity.record import CODEC_LOSSLESS, Header, Part
 from kvtier.testing.records import NAMESPACE, aligned, make_record
 from kvtier.tiers import exact, tier
 from kvtier.tiers.store import Status, Write
@@ -43,7 +43,7 @@ LIES: dict[str, Callable[[Header], Header | None]] = {
     "another raw length": lambda h: structs.replace(h, raw_bytes=SIZE - 1),
     "another stored length": lambda h: structs.replace(h, stored_bytes=SIZE - 1),
     "both lengths": lambda h: structs.replace(h, raw_bytes=1, stored_bytes=1),
-    "an unknown codec": lambda h: structs.replace(h, codec=9),
+    "bytes that are another codec's": lambda h: structs.replace(h, codec=CODEC_LOSSLESS),
     "another stored checksum": lambda h: structs.replace(h, stored_sum=bytes(16)),
     "another raw checksum": lambda h: structs.replace(h, raw_sum=bytes(16)),
 }

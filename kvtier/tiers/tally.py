@@ -1,0 +1,54 @@
+"""What of a tier's calls goes into the metrics."""
+
+from __future__ import annotations
+
+from kvtier.metrics import Metrics
+from kvtier.tiers.exact import Fetched, Wanted
+from kvtier.tiers.store import CountingStore, PaidStore, Status, Store
+
+__all__ = ["Tally"]
+
+
+class Tally:
+    """One tier's. Used on the flow loop, but for `requests`."""
+
+    def __init__(self, name: str, store: Store, metrics: Metrics) -> None:
+        self._name = name
+        self._store = store
+        self._metrics = metrics
+        self._faults: dict[str, int] = {}  # of the Store's, what is in the metrics already
+
+    def fetched(self, one: Fetched, wanted: Wanted) -> str:
+        """Count what came of a read; return what is to be warned of, if anything is."""
+        if one.status is Status.OK:
+            self._metrics.add("fetched_bytes", wanted.raw_bytes, tier=self._name)
+            if one.decoded:
+                self._metrics.add("decoded_bytes", wanted.raw_bytes, tier=self._name)
+        elif one.unknown:
+            self._metrics.add("tier_faults", tier=self._name, reason="unknown codec")
+            return "a record has a codec that is not known here; another kvtier wrote it"
+        elif one.status is Status.CORRUPT:
+            self._metrics.add("corrupt_records", tier=self._name)
+            return "a record is corrupt; it is dropped"
+        elif one.status is Status.ABSENT:  # it was asked for since it was there
+            self._metrics.add("vanished_records", tier=self._name)
+        return ""
+
+    def faults(self) -> None:
+        """Bring what the Store counted into the metrics."""
+        counts = self._store.causes.counts() if isinstance(self._store, CountingStore) else {}
+        for cause, count in counts.items():
+            self._metrics.add(
+                "tier_faults", count - self._faults.get(cause, 0), tier=self._name, reason=cause
+            )
+        self._faults = counts
+
+    def requests(self) -> None:
+        """Set what the Store has sent, and what that costs. From any thread."""
+        if not isinstance(self._store, PaidStore):
+            return
+        counts, prices = self._store.requests.counts(), self._store.prices
+        for kind, count in counts.items():
+            self._metrics.set("sent_requests", count, tier=self._name, kind=kind)
+        dollars = sum(prices.get(kind, 0.0) * count for kind, count in counts.items())
+        self._metrics.set("sent_requests_dollars", dollars, tier=self._name)

@@ -1,0 +1,241 @@
+"""Packs whose parts a codec made smaller: written, found and read by hosts with and without it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import pytest
+from msgspec import structs
+
+from kvtier.codecs.known import LOSSLESS
+from kvtier.identity.record import CODEC_LOSSLESS, CODEC_RAW, HEADER_BYTES, record_id
+from kvtier.metrics import Metrics
+from kvtier.testing.records import NAMESPACE, make_record
+from kvtier.testing.span_memory import SpanMemory
+from kvtier.tiers import packer as module
+from kvtier.tiers.coding import Coding
+from kvtier.tiers.exact import Wanted, verify
+from kvtier.tiers.pack import (
+    CODEC_PACK,
+    CODEC_SIZED_PACK,
+    head_bytes,
+    lengths_in,
+    pack_id,
+    pack_sized,
+    sized_at,
+)
+from kvtier.tiers.packer import Packer
+from kvtier.tiers.store import Status, Write
+
+SIZE = 20_000
+OK, ABSENT, CORRUPT, FAILED = Status.OK, Status.ABSENT, Status.CORRUPT, Status.FAILED
+
+
+def chain(stop: int, noise: Sequence[int] = ()) -> list[Write]:
+    """Return records of consecutive chunks of one prompt; of noise those of some depths."""
+    records = []
+    for depth in range(stop):
+        header, data = make_record(depth, SIZE, like_kv=depth not in noise)
+        above = record_id(make_record(depth - 1, 0).header.key, header.part) if depth else None
+        records.append(Write(structs.replace(header, parent=above), data))
+    return records
+
+
+def packer_on(store: SpanMemory, *, encodes: bool) -> Packer:
+    packer = Packer(store)
+    if encodes:
+        packer.coding = Coding("mem", LOSSLESS, lambda: 0.0, Metrics(), always=True)
+        packer.coding.admit(NAMESPACE)
+    return packer
+
+
+def finds(packer: Packer, records: Sequence[Write]) -> Packer:
+    """Let a host learn that there is the pack of records, as of a look-up."""
+    packer.learn([record.header.id for record in records], SIZE)
+    return packer
+
+
+def read(packer: Packer, records: Sequence[Write], room: int = SIZE) -> list[Status]:
+    """Read and verify records; each that is OK is exact."""
+    names = [record.header.id for record in records]
+    buffers = [memoryview(bytearray(room + 24)) for _ in records]
+    reads = packer.read_many(names, [buffer[:room] for buffer in buffers])
+    out = []
+    for one, name, buffer, (header, data) in zip(reads, names, buffers, records, strict=True):
+        found = verify(one, Wanted(name, header.namespace, SIZE, buffer[:room]))
+        assert found.status is not OK or buffer[:SIZE] == data
+        assert bytes(buffer[room:]) == bytes(24), "written past its end"
+        out.append(found.status)
+    return out
+
+
+@pytest.fixture
+def store():
+    return SpanMemory()
+
+
+@pytest.mark.parametrize("noise", [(), (0,), (3, 4, 7)])
+def test_a_pack_has_a_length_for_each_part_and_is_read_back(store, noise):
+    records = chain(8, noise)
+    packer = packer_on(store, encodes=True)
+    written = packer.send(records)
+    assert [one.status for one in written] == [OK] * 8
+    codecs = [CODEC_RAW if at in noise else CODEC_LOSSLESS for at in range(8)]
+    assert [one.header.codec for one in written] == codecs
+    (header,) = store.scan()
+    assert header.codec == CODEC_SIZED_PACK
+    assert header.id == pack_id(records[-1].header.id, 3)
+    assert header.stored_bytes < SIZE * (8 * 0.75 + len(noise) * 0.25) + 8 * 300
+    assert read(packer, records) == [OK] * 8
+    assert len(store.spans) == 1, "where it lies was known"
+    assert read(packer, records[2:5]) == [OK] * 3
+
+
+@pytest.mark.parametrize("encodes", [False, True])
+@pytest.mark.parametrize("wrote_encoded", [False, True])
+def test_a_host_reads_what_another_wrote_whether_either_encodes(store, encodes, wrote_encoded):
+    records = chain(8)
+    packer_on(store, encodes=wrote_encoded).write_many(records)
+    other = finds(packer_on(store, encodes=encodes), records)
+    assert read(other, records) == [OK] * 8
+    spans = len(store.spans)
+    assert spans == (3 if wrote_encoded else 1), "looked for in vain, looked, and found"
+    assert read(other, records) == [OK] * 8
+    assert len(store.spans) == spans + 1
+
+
+def test_who_was_mistaken_once_looks_first(store):
+    first, second = chain(8), chain(16)[8:]
+    packer_on(store, encodes=True).write_many([*first, *second])
+    (header,) = store.scan()
+    assert header.codec == CODEC_SIZED_PACK
+    other = finds(packer_on(store, encodes=False), [*first, *second])
+    read(other, first)
+    finds(other, [*first, *second])
+    spans = len(store.spans)
+    assert read(other, second) == [OK] * 8
+    assert len(store.spans) == spans + 2, "where the parts are, and the parts"
+
+
+def test_without_a_look_what_another_encoded_would_be_a_miss(store, monkeypatch):
+    """The twin."""
+    monkeypatch.setattr(Packer, "_look", lambda self, packed, *, anew: set())
+    records = chain(8)
+    packer_on(store, encodes=True).write_many(records)
+    assert OK not in read(finds(packer_on(store, encodes=False), records), records)
+
+
+@pytest.mark.parametrize("encodes", [False, True])
+def test_a_pack_that_another_host_writes_in_the_other_form_is_found_again(store, encodes):
+    records = chain(8)
+    here = packer_on(store, encodes=encodes)
+    here.write_many(records)
+    store.delete_many([pack_id(records[-1].header.id, 3)])
+    packer_on(store, encodes=not encodes).write_many(records)
+    assert read(here, records[1:4]) == [OK] * 3
+
+
+def test_a_pack_of_which_nothing_became_smaller_is_of_version_one(store):
+    records = chain(4, range(4))
+    assert packer_on(store, encodes=True).write_many(records) == [OK] * 4
+    (header,) = store.scan()
+    assert header.codec == CODEC_PACK
+    other = SpanMemory()
+    packer_on(other, encodes=False).write_many(records)
+    assert list(other.scan()) == [header]
+
+
+def spoil(store: SpanMemory, place: slice, data: bytes) -> None:
+    (name,) = store._records
+    header, old = store._records[name]
+    new = bytearray(old)
+    new[place] = data
+    store._records[name] = header, memoryview(new)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [b"\0" * 4, b"\xff" * 4, b"\0\0\x7f\0", (SIZE + 1).to_bytes(4, "little")],
+    ids=["none", "too long for a pack", "longer than a part", "longer than the buffer"],
+)
+def test_lengths_that_somebody_made_up_are_misses(store, lengths):
+    records = chain(8)
+    packer_on(store, encodes=True).write_many(records)
+    spoil(store, slice(256, 260), lengths)
+    reader = finds(packer_on(store, encodes=True), records)
+    assert OK not in read(reader, records)
+    assert OK not in read(reader, records)
+
+
+def test_a_spoilt_part_costs_no_other(store):
+    records = chain(8)
+    packer = packer_on(store, encodes=True)
+    headers = [one.header for one in packer.send(records)]
+    at = sized_at(5, 3, [header.stored_bytes for header in headers])
+    spoil(store, slice(at + HEADER_BYTES + 9, at + HEADER_BYTES + 10), b"\xee")
+    assert read(packer, records) == [OK] * 5 + [CORRUPT] + [OK] * 2
+    spoil(store, slice(at, at + 8), b"\0" * 8)
+    assert read(packer, records) == [OK] * 5 + [CORRUPT] + [OK] * 2
+
+
+def test_a_pack_that_is_gone_is_asked_for_once(store):
+    records = chain(8)
+    packer = packer_on(store, encodes=True)
+    packer.write_many(records)
+    store.delete_many([pack_id(records[-1].header.id, 3)])
+    assert read(packer, records) == [ABSENT] * 8
+    assert len(store.spans) == 1
+    assert read(packer, records) == [ABSENT] * 8
+    assert len(store.spans) == 1, "it was forgotten"
+
+
+def test_a_store_that_fails_is_not_asked_where_things_are(store, monkeypatch):
+    records = chain(8)
+    packer = packer_on(store, encodes=True)
+    packer.write_many(records)
+    asked = []
+    monkeypatch.setattr(store, "read_spans", lambda spans: asked.append(1) or [FAILED] * len(spans))
+    assert read(packer, records) == [FAILED] * 8
+    assert len(asked) == 1
+
+
+def test_a_buffer_that_is_too_short_is_not_filled(store):
+    records = chain(4)
+    packer = packer_on(store, encodes=True)
+    packer.write_many(records)
+    assert read(packer, records, 100) == [FAILED] * 4
+    assert not store.spans
+
+
+def test_spans_of_parts_of_many_lengths_are_of_some_mib(store, monkeypatch):
+    records = chain(16, range(8))
+    packer = packer_on(store, encodes=True)
+    packer.write_many(records)
+    monkeypatch.setattr(module, "_SPAN_BYTES", 4 * SIZE)
+    assert read(packer, records) == [OK] * 16
+    sizes = [sum(map(len, span.into)) for span in store.spans]
+    assert [size <= 4 * (SIZE + HEADER_BYTES) for size in sizes] == [True] * len(sizes)
+    assert 4 <= len(sizes) <= 5
+
+
+def test_the_format_is_version_two():
+    """Who changes it counts its number up, and keeps reading this one."""
+    records = chain(4)
+
+    def encode(record: Write, into: memoryview):
+        half = record.header.depth * 10 + 5
+        into[:half] = record.data[:half]
+        return structs.replace(record.header, stored_bytes=half, codec=CODEC_LOSSLESS)
+
+    (header, data), headers = pack_sized(records, 2, encode)
+    lengths = (5, 15, 25, 35)
+    assert lengths_in(bytes(data[: head_bytes(2)]), 2) == lengths
+    assert bytes(data[:128]) == b"".join(record.header.key for record in records)
+    for index, each in enumerate(headers):
+        at = sized_at(index, 2, lengths)
+        assert bytes(data[at : at + HEADER_BYTES]) == each.pack()
+        body = data[at + HEADER_BYTES : at + HEADER_BYTES + lengths[index]]
+        assert body == records[index].data[: lengths[index]]
+    found = hashlib.sha256(header.pack() + data).hexdigest()
+    assert found == "85f1073c7e3095621aeca1501a43a0b4f5b73bc42eaf0abbe5027d8831695b76"
