@@ -271,7 +271,8 @@ class Catalog(Removal):
                 taken += zip(parts, slots, strict=True)
                 count, ends = count + 1, chunk
             # Or what a long answer adds would be as old as its beginning.
-            room.touch([row for end in ends for row in self._index.line(find(end.name))])
+            line = [row for end in ends for row in self._index.line(find(end.name))]
+            room.touch(line, again=True)
             for part in itertools.chain.from_iterable(lacking[count:]):
                 room.gone.note(part.name, "busy")  # of one that is there, nobody asks
             room.unhold(kept)

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.catalog.index import NO_ROW, Index
-from kvtier.policies.base import FillablePolicy, Policy
+from kvtier.policies.base import FillablePolicy, Policy, RenewablePolicy
 
 __all__ = ["Order"]
 
@@ -94,12 +94,18 @@ class Order:
             for row in rows.tolist():
                 self._put(row)
 
-    def touch(self, rows: Sequence[int]) -> None:
-        """Parts were used, in this order; those that are not in the tier are passed over."""
+    def touch(self, rows: Sequence[int], *, again: bool = False) -> None:
+        """Parts were used, in this order; those that are not in the tier are passed over.
+
+        again: they are what was used last, and are so still.
+        """
         queues = self._among(rows)
         self._bring_back(rows, queues)
         for queue in queues:
-            queue.policy.touch(rows)
+            if again and isinstance(queue.policy, RenewablePolicy):
+                queue.policy.renew(rows)
+            else:
+                queue.policy.touch(rows)
 
     def remove(self, row: int) -> None:
         """A part left the tier."""

@@ -61,7 +61,7 @@ class Room:
         self.gone = gone
         self.withdrawn: dict[int, int] = {}  # rows whose slots are held still, by slot serial
         self._metrics = metrics
-        self._touched: list[list[int]] = []
+        self._touched: list[tuple[list[int], bool]] = []
         self.index.freed = self._freed
         for tier, shelf in enumerate(self.shelves):
             shelf.used_by = [0] * len(owners.quotas)
@@ -82,22 +82,22 @@ class Room:
 
     # ---- what is used
 
-    def touch(self, rows: list[int]) -> None:
+    def touch(self, rows: list[int], *, again: bool = False) -> None:
         """Mark a chain as used, deepest first, in every tier that has it, before anything leaves.
 
-        The marking itself is put off: a match has no time for it.
+        The marking itself is put off: a match has no time for it. again: it is no new use.
         """
         if rows:
-            self._touched.append(rows)
+            self._touched.append((rows, again))
         if len(self._touched) > _MOST_TOUCHED:
             self.settle_touches(1)
 
     def settle_touches(self, chains: int | None = None) -> None:
         """Mark chains that were used, oldest first; all of them unless a number is given."""
-        for rows in self._touched[:chains]:
+        for rows, again in self._touched[:chains]:
             rows.reverse()
             for shelf in self.shelves:
-                shelf.order.touch(rows)
+                shelf.order.touch(rows, again=again)
         del self._touched[:chains]
 
     @property
@@ -216,6 +216,7 @@ class Room:
         """
         index, shelf = self.index, self.shelves[tier]
         new = not index.present[row]
+        self.settle_touches()  # or a use before it came would count as one of it
         index.add(row, tier, charged)
         shelf.order.insert(row)
         shelf.used += charged

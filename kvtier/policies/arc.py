@@ -52,6 +52,13 @@ class Arc:
             elif row in once:
                 again[row] = once.pop(row)
 
+    def renew(self, rows: Sequence[int]) -> None:
+        """See RenewablePolicy."""
+        for row in rows:
+            for inside in (self._once, self._again):
+                if row in inside:
+                    inside.move_to_end(row)
+
     def remove(self, row: int, *, evicted: bool = True) -> None:
         """See Policy."""
         for rows, left in ((self._once, self._left_once), (self._again, self._left_again)):

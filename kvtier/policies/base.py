@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-__all__ = ["FillablePolicy", "Policy"]
+__all__ = ["FillablePolicy", "Policy", "RenewablePolicy"]
 
 
 @runtime_checkable
@@ -57,4 +57,13 @@ class FillablePolicy(Policy, Protocol):
 
     def fill(self, rows: Sequence[int], parents: Sequence[int]) -> None:
         """Do as ``insert`` would for each row, in this order; all of them are new here."""
+        ...
+
+
+@runtime_checkable
+class RenewablePolicy(Policy, Protocol):
+    """A policy that counts uses: it is told what is no other use, but goes on."""
+
+    def renew(self, rows: Sequence[int]) -> None:
+        """Parts that were used are in use still; see ``Policy.touch``."""
         ...

@@ -40,6 +40,13 @@ class Lfu:
                 del self._lists[count][row]
                 self._place(row, max(count, self._age) + 1)
 
+    def renew(self, rows: Sequence[int]) -> None:
+        """See RenewablePolicy."""
+        for row in rows:
+            count = self._counts.get(row)
+            if count is not None:
+                self._lists[count].move_to_end(row)
+
     def remove(self, row: int, *, evicted: bool = True) -> None:
         """See Policy."""
         count = self._counts.pop(row, None)

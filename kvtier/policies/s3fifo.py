@@ -48,6 +48,9 @@ class S3Fifo:
             if row in uses:
                 uses[row] = min(uses[row] + 1, _MOST_USES)
 
+    def renew(self, rows: Sequence[int]) -> None:
+        """See RenewablePolicy. Queues know no more than that something was used."""
+
     def remove(self, row: int, *, evicted: bool = True) -> None:
         """See Policy."""
         self._uses.pop(row, None)

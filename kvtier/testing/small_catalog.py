@@ -14,7 +14,7 @@ from kvtier.identity.record import RecordId, record_id
 from kvtier.identity.shape import Shape, chunk_shape
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
-from kvtier.policies.lru import Lru
+from kvtier.policies.door import load_policy
 
 __all__ = ["LMDB", "PART_BYTES", "SHAPE", "SUM", "Clock", "SmallCatalog", "chain", "names"]
 
@@ -43,14 +43,18 @@ class SmallCatalog:
     """A catalog with room for `slots` parts in DRAM and one slower tier."""
 
     def __init__(
-        self, slots: int, capacity: int | None = None, quotas: Mapping[str, Quota] | None = None
+        self,
+        slots: int,
+        capacity: int | None = None,
+        quotas: Mapping[str, Quota] | None = None,
+        policy: str = "lru",
     ) -> None:
         self.clock = Clock()
         self.metrics = Metrics()
         self.arena = Arena(slots * PART_BYTES, [PART_BYTES])
         shelves = [
-            Shelf("dram", Lru.together(), slots * PART_BYTES),
-            Shelf("lmdb", Lru.together(), capacity),
+            Shelf("dram", load_policy(policy), slots * PART_BYTES),
+            Shelf("lmdb", load_policy(policy), capacity),
         ]
         self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics, quotas)
 

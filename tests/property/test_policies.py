@@ -147,6 +147,16 @@ def leave(policy, count):
     return left
 
 
+@pytest.mark.parametrize("kind", [Arc, Lfu, S3Fifo])
+def test_a_use_that_goes_on_is_no_second_one(kind):
+    policies = [kind(), kind()]
+    for policy in policies:
+        use(policy, *range(6), 0, 1, 0, 1)
+    policies[1].renew((2, 3, 3, 2, 99))
+    once, renewed = (leave(policy, 6) for policy in policies)
+    assert set(once[:4]) == set(renewed[:4]) == {2, 3, 4, 5}  # and they are still before 0 and 1
+
+
 def test_arc_keeps_what_was_used_again_from_a_scan():
     policy = Arc()
     use(policy, 1, 2, 1, 2, 3, 4)

@@ -99,7 +99,7 @@ def test_the_head_of_a_prefix_outlives_its_tail(small):
 
 def test_touching_forward_would_evict_the_head_first(small, monkeypatch):
     """The twin: why chains are touched deepest first."""
-    monkeypatch.setattr(Room, "touch", lambda self, rows: self.shelves[0].order.touch(rows))
+    monkeypatch.setattr(Room, "touch", lambda self, rows, **_: self.shelves[0].order.touch(rows))
     monkeypatch.setattr(
         "kvtier.catalog.index.Index.leaf", lambda self, row, tier: not self.holds[row]
     )

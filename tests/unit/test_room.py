@@ -149,7 +149,9 @@ def marked(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     rows: list[list[int]] = []
     touch = Order.touch
     monkeypatch.setattr(
-        Order, "touch", lambda self, chain: rows.append(list(chain)) or touch(self, chain)
+        Order,
+        "touch",
+        lambda self, chain, **how: rows.append(list(chain)) or touch(self, chain, **how),
     )
     return rows
 
@@ -172,6 +174,36 @@ def test_a_use_is_marked_after_some_more_or_when_something_has_to_leave(small, m
     assert rows == [deepest_first] * tiers * (PUT_OFF + 2)
     next(small.catalog._room.victims(DRAM))
     assert len(rows) == tiers * (PUT_OFF + 2)
+
+
+def test_what_comes_was_not_used_before(small, monkeypatch):
+    """A policy that counts uses would count the one that brought the part twice."""
+    parts = chain(2)
+    small.save(parts)
+    small.found(parts)
+    rows = marked(monkeypatch)
+    (slot,) = small.reserve(chain(1, 1))
+    assert rows == []
+    small.catalog.commit(chain(1, 1)[0].name, slot, SUM)
+    assert rows[0] == small.rows(parts)[::-1]
+    assert not small.catalog._room.behind
+
+
+def test_a_save_is_no_use_of_what_it_goes_on_from():
+    """Where uses are counted: the match before it was that."""
+    small = SmallCatalog(4, policy="lfu")
+    grown, other = chain(3, 1), chain(1, 2)
+    small.save(grown[:1])
+    small.found(grown[:1])
+    small.save(grown[:2])
+    small.save(grown)
+    small.save(other)
+    small.found(other)
+    small.found(other)
+    assert small.save(chain(3, 3)) == 3
+    assert small.found(grown) == []
+    assert small.found(other) == [DRAM]
+    small.close()
 
 
 def test_a_miss_marks_nothing(small, monkeypatch):
