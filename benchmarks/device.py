@@ -81,7 +81,7 @@ def copy(device: Device, name: str, copies: list[Copy]) -> None:
     if name == "gather":
         device.gather(device.stream("store"), copies, ()).wait(SECONDS)
     else:
-        device.scatter(device.stream("load"), copies, ())[-1].wait(SECONDS)
+        device.scatter(device.stream("load"), [copies], ())[-1].wait(SECONDS)
 
 
 def submit(device: Device) -> dict[str, float]:

@@ -30,6 +30,7 @@ from kvtier.device.cuda import CudaDevice
 from kvtier.device.descriptors import describe, joined
 from kvtier.device.paths import Choice
 from kvtier.device.torch_driver import TorchDriver, cuda_device
+from kvtier.testing.layouts import by_planes
 
 BUDGET = 220.0  # seconds, after which no step begins
 GIB = 1 << 30
@@ -102,7 +103,7 @@ class Bench:
         after = [self.device.host_fence()]
         if role == "store":
             return [self.device.gather(self.device.stream("store"), copies, after)]
-        return self.device.scatter(self.device.stream("load"), copies, after, groups)
+        return self.device.scatter(self.device.stream("load"), by_planes(copies, groups), after)
 
     # ------------------------------------------------------------------------------ the steps
 
@@ -248,7 +249,7 @@ class Bench:
                         if role == "store":
                             self.device.gather(stream, copies, ())
                         else:
-                            self.device.scatter(stream, copies, ())
+                            self.device.scatter(stream, [copies], ())
 
                 beside = statistics.median(self.timed(compute, both))
                 torch.cuda.synchronize()
@@ -331,7 +332,7 @@ class Bench:
                 torch.cuda._sleep(SLEEP)  # noqa: SLF001  (there is no public one)
                 seen = kv[:, [1, 5]].clone()
                 after = [self.device.host_fence()] if waits else []
-                *_, landed = self.device.scatter(self.device.stream("load"), [copy], after)
+                *_, landed = self.device.scatter(self.device.stream("load"), [[copy]], after)
                 landed.wait(SECONDS)
                 torch.cuda.synchronize()
                 right[f"load after its reader, {'waiting' if waits else 'not waiting'}"] = bool(

@@ -30,6 +30,7 @@ from kvtier.device.cpu import CpuDevice
 from kvtier.seams import IoPool
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.s3 import S3Store
+from kvtier.testing.layouts import by_planes
 from kvtier.testing.records import aligned, make_record
 from kvtier.testing.seaweed import SeaweedServer
 from kvtier.tiers.store import Status, Write
@@ -53,7 +54,7 @@ def dram() -> Contenders:
     stream = device.stream("load")
 
     def scatter() -> None:
-        for fence in device.scatter(stream, copies, [device.host_fence()], groups=4):
+        for fence in device.scatter(stream, by_planes(copies, 4), [device.host_fence()]):
             fence.wait(60)
 
     return {"dram scatter": scatter, "dram memcpy": lambda: np.copyto(other, slots)}

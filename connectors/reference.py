@@ -73,7 +73,7 @@ class ReferenceConnector:
     tensors: the engine's KV, one tensor for each component. pages: what executes plans instead,
     where the blocks are in other processes. meet: let the engine compute the front of a prompt
     while its end is read from a slow tier. always: load what there is, also where that is estimated
-    to take longer than computing it.
+    to take longer than computing it. groups: of layers, see ``Cache.bind``.
     """
 
     def __init__(
@@ -85,12 +85,15 @@ class ReferenceConnector:
         pages: Executor | None = None,
         meet: bool = True,
         always: bool = False,
+        groups: int | None = None,
     ) -> None:
         self._cache = cache
         self._meet = meet
         self._always = always
         self._device = device
-        self._pages: Executor = cache.bind(tensors, device) if pages is None else pages
+        self._pages: Executor = (
+            cache.bind(tensors, device, groups=groups) if pages is None else pages
+        )
         self._chunk = cache.geometry.chunk_tokens
         self._states: dict[str, _State] = {}
         self._copying: deque[_Copying] = deque()

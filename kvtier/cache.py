@@ -294,10 +294,19 @@ class Cache(Upkeep):
 
     # ---- the worker's side
 
-    def bind(self, tensors: Any, device: Device, *, shard: int = 0, stage: int = 0) -> Pages:
+    def bind(
+        self,
+        tensors: Any,
+        device: Device,
+        *,
+        shard: int = 0,
+        stage: int = 0,
+        groups: int | None = None,
+    ) -> Pages:
         """Bind one rank's KV tensors, one for each component, to this cache's arena.
 
         Of a component whose layers have a tensor each, the list of them. shard, stage: the rank's.
+        groups: of layers, that copies are cut into; None: as many as their bytes are worth.
         Raises ConfigError for tensors that are not of the geometry.
         """
         self._check()  # a forked child has no such memory: touching it would end the process
@@ -310,6 +319,7 @@ class Cache(Upkeep):
             many,
             device,
             (shard, shards, stage, stages),
+            groups,
         )
 
 

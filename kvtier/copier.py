@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -23,11 +24,13 @@ from kvtier.identity.geometry import (
 )
 from kvtier.identity.record import Part
 from kvtier.memory.arena import Memory
-from kvtier.transfer import CopyTransfer
+from kvtier.transfer import CopyTransfer, LeavingTransfer, group_layers
 
 __all__ = ["Pages"]
 
-_LOAD_GROUPS: Final = 4
+_GROUPS: Final = 8  # of 32 layers, a load's first group has an eighth of its bytes
+_GROUP_BYTES: Final = 4 << 20  # below that, a group costs more than waiting for it
+_MOST_GROUPS: Final = 1 << 16
 _ANY_PLAN: Final = (1 << 63) - 1  # none was issued before it
 
 
@@ -40,6 +43,8 @@ class Pages:
     Or, where each layer has a tensor of its own, the list of them, in the order of the layers.
     rank: its shard, of so many, and its stage, of so many. Where several ranks hold the same
     bytes, the first of them saves, and all load.
+    groups: of layers, that loads and saves are cut into, at most so many as there are layers;
+    None: eight, or fewer where those would have less than 4 MiB each.
     Calls enqueue and return; they come from one thread.
     """
 
@@ -50,7 +55,10 @@ class Pages:
         tensors: Sequence[Any],
         device: Device,
         rank: tuple[int, int, int, int] = (0, 1, 0, 1),
+        groups: int | None = None,
     ) -> None:
+        if groups is not None:
+            check_whole("groups of layers", groups, 1, _MOST_GROUPS, ConfigError)
         shard, shards, stage, stages = rank
         check_whole(f"a shard of {shards}", shard, 0, shards - 1, ConfigError)
         check_whole(f"a stage of {stages}", stage, 0, stages - 1, ConfigError)
@@ -63,6 +71,7 @@ class Pages:
         self._arena = arena
         self._pid = os.getpid()
         self._device = device
+        self._groups = groups
         self._block_tokens = geometry.block_tokens[0]
         self._chunk_blocks = geometry.chunk_tokens // self._block_tokens
         if arena.id and (memory := arena.of(arena.id, _ANY_PLAN)) is not None:
@@ -71,6 +80,7 @@ class Pages:
             _Kind(geometry, component, device, tensor, rank)
             for component, tensor in zip(geometry.components, tensors, strict=True)
         ]
+        self._layers = [kind.layers for kind in self._kinds]
 
     def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
         """Enqueue a plan's copies, ordered after the fences. Does not block.
@@ -81,26 +91,67 @@ class Pages:
         when the plan does not fit this rank's blocks or arena, and MisuseError in a forked child,
         where the arena's memory is not mapped.
         """
+        check_kind("the fences that copies come after", after, Sequence)
+        blocks, placed = self._checked(plan)
+        if placed is None:
+            return CopyTransfer((_GONE,), plan.tokens, blocks)
+        if plan.kind == "save":
+            copies = [copy for one in placed for copy in one.copies(0, 1)]
+            fence = self._device.gather(self._device.stream("store"), copies, after)
+            return CopyTransfer((fence,), plan.tokens, blocks)
+        count = self._count(placed)
+        groups = [[copy for one in placed for copy in one.copies(at, count)] for at in range(count)]
+        fences = self._device.scatter(self._device.stream("load"), groups, after)
+        return CopyTransfer(fences, plan.tokens, blocks, self._layers)
+
+    def leave(self, plan: CopyPlan) -> LeavingTransfer:
+        """Prepare a save whose layers are copied as they are computed. Does not block.
+
+        The caller says ``written`` of each layer, and ``end``. Raises as ``execute`` does.
+        """
+        blocks, placed = self._checked(plan)
+        if plan.kind != "save":
+            raise MisuseError("layers leave by a save, not by a load")
+        count = self._count(placed or ())
+
+        def enqueue(component: int, group: int) -> Fence:
+            kind = self._kinds[component]
+            mine = [one for one in placed or () if one.kind is kind]
+            copies = [copy for one in mine for copy in one.copies(group, count)]
+            after = (self._device.host_fence(),)
+            return self._device.gather(self._device.stream("store"), copies, after)
+
+        def gone(component: int, group: int) -> Fence:
+            del component, group
+            return _GONE
+
+        start = gone if placed is None else enqueue
+        return LeavingTransfer(start, count, plan.tokens, blocks, self._layers)
+
+    def _checked(self, plan: CopyPlan) -> tuple[tuple[int, ...], list[_Placed] | None]:
+        """Return a plan's blocks, and this rank's part of it; None: its memory is gone."""
         if os.getpid() != self._pid:
             raise MisuseError("bound KV does not cross fork; open a cache in the child")
         check_kind("a plan", plan, CopyPlan)
-        check_kind("the fences that copies come after", after, Sequence)
         blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
         memory = self._arena.of(plan.arena, plan.id)
         if memory is None:
-            return CopyTransfer((_GONE,), plan.tokens, blocks)
+            return blocks, None
         self._device.pin(memory)  # nothing, unless it came later or anew
         saves = plan.kind == "save"
-        copies = [copy for part in plan.parts for copy in self._copies(part, memory, saves=saves)]
-        if saves:
-            fence = self._device.gather(self._device.stream("store"), copies, after)
-            return CopyTransfer((fence,), plan.tokens, blocks)
-        stream = self._device.stream("load")
-        groups = self._device.scatter(stream, copies, after, _LOAD_GROUPS)
-        return CopyTransfer(groups, plan.tokens, blocks)
+        found = [self._place(part, memory, saves=saves) for part in plan.parts]
+        return blocks, [one for one in found if one is not None]
 
-    def _copies(self, part: PlanPart, memory: NDArray[np.uint8], *, saves: bool) -> list[Copy]:
-        """Check a part and return its copies; none for one that is another rank's to copy."""
+    def _count(self, placed: Sequence[_Placed]) -> int:
+        """Return how many groups of layers to cut copies into."""
+        most = min(self._layers)
+        if self._groups is not None:
+            return min(self._groups, most)
+        nbytes = sum(one.slot.nbytes for one in placed)
+        return max(1, min(_GROUPS, most, nbytes // _GROUP_BYTES))
+
+    def _place(self, part: PlanPart, memory: NDArray[np.uint8], *, saves: bool) -> _Placed | None:
+        """Check a part and say what to copy; None for one that is another rank's to copy."""
         if part.component >= len(self._kinds):
             raise ProtocolError(f"the plan names component {part.component}")
         kind = self._kinds[part.component]
@@ -111,7 +162,7 @@ class Pages:
                 f"{name.stages}; here are {kind.shards} shards and {kind.stages} stages"
             )
         if (name.shard, name.stage) != (kind.shard, kind.stage) or (saves and not kind.saves):
-            return []
+            return None
         planes, count, block_bytes = kind.planes, kind.count, kind.block_bytes
         chunk_blocks = 1 if kind.state else self._chunk_blocks
         first, odd = divmod(part.first_token, self._block_tokens)
@@ -125,11 +176,29 @@ class Pages:
                 f"the plan names blocks {min(part.blocks)} to {max(part.blocks)} of {count}"
             )
         slot = memory[part.offset : part.offset + raw].reshape(planes, chunk_blocks, block_bytes)
-        slot = slot[:, first : first + len(part.blocks)]
-        each = planes // len(kind.pages)
+        return _Placed(kind, part.blocks, slot[:, first : first + len(part.blocks)])
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """One part of a plan: which blocks, and where in its slot, [planes, blocks, bytes]."""
+
+    kind: _Kind
+    blocks: tuple[int, ...]
+    slot: NDArray[np.uint8]
+
+    def copies(self, group: int, count: int) -> list[Copy]:
+        """Return the copies of one of so many groups of layers."""
+        kind, planes = self.kind, self.kind.planes // self.kind.layers
+        if count == len(kind.pages) == 1:
+            return [Copy(kind.pages[0], self.blocks, self.slot)]
+        layers = group_layers(kind.layers, group, count)
+        if len(kind.pages) == 1:
+            some = slice(layers.start * planes, layers.stop * planes)
+            return [Copy(kind.pages[0][some], self.blocks, self.slot[some])]
         return [
-            Copy(pages, part.blocks, slot[at * each : (at + 1) * each])
-            for at, pages in enumerate(kind.pages)
+            Copy(kind.pages[at], self.blocks, self.slot[at * planes : (at + 1) * planes])
+            for at in layers
         ]
 
 
@@ -168,7 +237,7 @@ class _Kind:
         self.saves = not turn  # of the ranks that hold the same bytes, the first
         self.state = component.needs is Needs.LAST
         row = component.heads * component.head_size * DTYPE_BYTES[geometry.dtype] // self.shards
-        layers = len(stage_layers(component, self.stage, self.stages))
+        self.layers = layers = len(stage_layers(component, self.stage, self.stages))
         self.planes = layers * component.planes
         self.block_bytes = row * (1 if self.state else geometry.block_tokens[0])
         apart = isinstance(tensor, (list, tuple))  # a tensor for each layer

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -19,7 +19,15 @@ from kvtier.clock import monotonic
 from kvtier.device.base import Fence
 from kvtier.seams import CancelledError, Future
 
-__all__ = ["CopyResult", "CopyStatus", "CopyTransfer", "FetchTransfer", "PrefetchTransfer"]
+__all__ = [
+    "CopyResult",
+    "CopyStatus",
+    "CopyTransfer",
+    "FetchTransfer",
+    "LeavingTransfer",
+    "PrefetchTransfer",
+    "group_layers",
+]
 
 T = TypeVar("T")
 
@@ -52,13 +60,28 @@ class CopyResult:
 class CopyTransfer:
     """Copies of one plan, enqueued on a stream.
 
-    groups: fences in the order in which runs of layers become readable.
+    groups: fences in the order in which groups of layers become readable.
+    layers: of each component, where `groups` are of layers: see ``group_layers``.
     """
 
-    def __init__(self, groups: Sequence[Fence], tokens: int, blocks: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Fence],
+        tokens: int,
+        blocks: tuple[int, ...],
+        layers: Sequence[int] = (),
+    ) -> None:
         self.groups = tuple(groups)
+        self.layers = tuple(layers)
         self._tokens = tokens
         self._blocks = blocks
+
+    def fence(self, component: int, layer: int) -> Fence:
+        """Return the fence after which a layer may be read. Of a load that has `layers`.
+
+        It says that copies have ended, not that the load will: a later group may fail yet.
+        """
+        return self.groups[_group_of(layer, self.layers[component], len(self.groups))]
 
     def poll(self) -> bool:
         """Say whether it has settled. Never blocks, never raises for a fault."""
@@ -92,6 +115,68 @@ class CopyTransfer:
         if cause:
             return CopyResult(CopyStatus.FAILED, 0, self._blocks, cause)
         return CopyResult(CopyStatus.OK, self._tokens)
+
+
+class LeavingTransfer(CopyTransfer):
+    """A save whose copies are enqueued group by group, while layers are computed.
+
+    enqueue: enqueues the copies of a component's group, after what the calling thread has
+        computed; returns their fence. count: of groups. For the thread that computes, but ``poll``.
+    It settles once ``end`` was called and all that was enqueued has ended.
+    """
+
+    def __init__(
+        self,
+        enqueue: Callable[[int, int], Fence],
+        count: int,
+        tokens: int,
+        blocks: tuple[int, ...],
+        layers: Sequence[int],
+    ) -> None:
+        super().__init__((), tokens, blocks, layers)
+        self._enqueue = enqueue
+        self._left = {(one, group): None for one in range(len(layers)) for group in range(count)}
+        self._count = count
+        self._lost = ""
+        self._ended = False
+
+    def written(self, component: int, layer: int) -> None:
+        """Say that a layer's blocks are written, or will be by work that is enqueued.
+
+        A group leaves with its last layer. Layers come in order. Does not block.
+        """
+        group = _group_of(layer, self.layers[component], self._count)
+        last = group_layers(self.layers[component], group, self._count).stop - 1
+        if layer == last and not self._ended and (component, group) in self._left:
+            del self._left[component, group]
+            self.groups += (self._enqueue(component, group),)
+
+    def end(self, *, good: bool) -> None:
+        """Say that no more layers come. good: whether what was written counts."""
+        if not self._ended:
+            self._ended = True
+            if not good:
+                self._lost = "the step that computed it does not count"
+            elif self._left:
+                self._lost = f"{len(self._left)} groups of layers were never computed"
+
+    def _look(self, timeout: float | None) -> CopyResult | None:
+        if not self._ended:
+            return None
+        found = super()._look(timeout)
+        if found is not None and self._lost:
+            return CopyResult(CopyStatus.FAILED, 0, self._blocks, self._lost)
+        return found
+
+
+def group_layers(layers: int, group: int, count: int) -> range:
+    """Return the layers of one of `count` groups of about equal size."""
+    return range(layers * group // count, layers * (group + 1) // count)
+
+
+def _group_of(layer: int, layers: int, count: int) -> int:
+    """Return the group that has a layer."""
+    return ((layer + 1) * count - 1) // layers
 
 
 class _UpTransfer(Generic[T]):

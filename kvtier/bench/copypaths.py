@@ -89,7 +89,7 @@ def _speed(device: Device, role: Role, copy: Copy) -> float:
         if role == "store":
             fence = device.gather(device.stream("store"), [copy], ())
         else:
-            (fence,) = device.scatter(device.stream("load"), [copy], ())
+            (fence,) = device.scatter(device.stream("load"), [[copy]], ())
         if not fence.wait(_SECONDS):
             raise KvtierError(f"{device.name}: a copy of {copy.slot.nbytes} bytes hangs")
         if turn:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["HOLE", "Copy", "Device", "Fence", "Role", "Stream", "block_runs", "group_planes"]
+__all__ = ["HOLE", "Copy", "Device", "Fence", "Role", "Stream", "block_runs"]
 
 Role = Literal["load", "store"]
 HOLE: Final = -1
@@ -56,6 +56,10 @@ class Copy:
     blocks: Sequence[int]
     slot: NDArray[np.uint8]
 
+    def cut(self, planes: slice) -> Copy:
+        """Return the copy of some of the planes."""
+        return Copy(self.pages[planes], self.blocks, self.slot[planes])
+
 
 @runtime_checkable
 class Device(Protocol):
@@ -90,28 +94,32 @@ class Device(Protocol):
         """Return a fence of what the calling thread has computed until now."""
         ...
 
+    def hold(self, fence: Fence, timeout: float) -> bool:
+        """Let what the calling thread computes from now on come after a fence.
+
+        On a GPU its stream waits, and nobody here; where the thread computes itself, it blocks,
+        at most `timeout` seconds. False: the fence was not done by then, and nothing is ordered.
+        Raises what the fence raises, where that is known already.
+        """
+        ...
+
     def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
         """Copy blocks into slots, after the fences."""
         ...
 
     def scatter(
-        self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence], groups: int = 1
+        self, stream: Stream, groups: Sequence[Sequence[Copy]], after: Sequence[Fence]
     ) -> list[Fence]:
-        """Copy slots into blocks, after the fences.
+        """Copy slots into blocks, after the fences; return a fence for each group of copies.
 
-        Planes go in `groups` runs of about equal size, with one fence for each: the first
-        layers may be read while the last are still on their way.
+        Groups go one after the other: what is in the first may be read while the last is still
+        on its way.
         """
         ...
 
     def close(self) -> None:
         """Wait for work in flight, bounded, and end the streams."""
         ...
-
-
-def group_planes(planes: int, index: int, groups: int) -> slice:
-    """Return the planes of one of `groups` runs, which ``scatter`` has a fence for."""
-    return slice(planes * index // groups, planes * (index + 1) // groups)
 
 
 def block_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:

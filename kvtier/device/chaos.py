@@ -11,7 +11,7 @@ import contextlib
 import random
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -238,24 +238,27 @@ class ChaosDevice(CpuDevice):
     def _stream(self, name: str) -> ChaosStream:
         return ChaosStream(name, self._schedule)
 
-    def _enqueue(self, stream: CpuStream, copy: Copy, planes: slice, *, into_slot: bool) -> None:
-        """Append poison, then the copy in pieces of any order. What does not fit is left whole."""
-        blocks, shape = copy.blocks, copy.pages.shape
-        fits = copy.slot.shape == (shape[0], len(blocks), shape[2])
-        if (
-            not fits
-            or not blocks
-            or planes.start == planes.stop
-            or not 0 <= min(blocks) <= max(blocks) < shape[1]
-        ):
-            super()._enqueue(stream, copy, planes, into_slot=into_slot)
-            return
-        stream.enqueue(partial(_poison, copy, planes, into_slot=into_slot))
-        sides = (range(planes.start, planes.stop), range(len(blocks)), range(shape[2]))
-        for some, which, part in self._cut(sides):
-            columns, inner = slice(which.start, which.stop), slice(part.start, part.stop)
-            piece = Copy(copy.pages[:, :, inner], blocks[columns], copy.slot[:, columns, inner])
-            super()._enqueue(stream, piece, slice(some.start, some.stop), into_slot=into_slot)
+    def _enqueue(self, stream: CpuStream, copies: Sequence[Copy], *, into_slot: bool) -> None:
+        """Append poison and pieces of any order, copy by copy. What does not fit is left whole."""
+        for copy in copies:
+            blocks, shape = copy.blocks, copy.pages.shape
+            fits = copy.slot.shape == (shape[0], len(blocks), shape[2])
+            pieces = [copy]
+            if fits and blocks and shape[0] and 0 <= min(blocks) <= max(blocks) < shape[1]:
+                stream.enqueue(partial(_poison, copy, into_slot=into_slot))
+                pieces = self._pieces(copy)
+            for piece in pieces:
+                super()._enqueue(stream, [piece], into_slot=into_slot)
+
+    def _pieces(self, copy: Copy) -> list[Copy]:
+        planes, _, size = copy.pages.shape
+        pieces = []
+        for some, which, part in self._cut((range(planes), range(len(copy.blocks)), range(size))):
+            rows, inner = slice(some.start, some.stop), slice(part.start, part.stop)
+            columns = slice(which.start, which.stop)
+            slot = copy.slot[rows, columns, inner]
+            pieces.append(Copy(copy.pages[rows, :, inner], copy.blocks[columns], slot))
+        return pieces
 
     def _cut(self, whole: tuple[range, range, range]) -> list[tuple[range, range, range]]:
         """Cut a box of planes, blocks and bytes into some, in any order."""
@@ -291,8 +294,8 @@ def _look(fence: Fence) -> None:
         fence.done()
 
 
-def _poison(copy: Copy, planes: slice, *, into_slot: bool) -> None:
+def _poison(copy: Copy, *, into_slot: bool) -> None:
     if into_slot:
-        copy.slot[planes] = POISON
+        copy.slot[:] = POISON
     else:
-        copy.pages[planes, list(copy.blocks)] = POISON
+        copy.pages[:, list(copy.blocks)] = POISON

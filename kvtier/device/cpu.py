@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.device.base import Copy, Fence, Role, Stream, block_runs, group_planes
+from kvtier.device.base import Copy, Fence, Role, Stream, block_runs
 from kvtier.device.layout import byte_pages
 from kvtier.errors import ConfigError, MisuseError
 
@@ -168,25 +168,24 @@ class CpuDevice:
         fence.settle()
         return fence
 
+    def hold(self, fence: Fence, timeout: float) -> bool:
+        """See Device."""
+        return fence.wait(timeout)
+
     def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
         """See Device."""
         queued = self._after(stream, after)
-        for copy in _frozen(copies):
-            self._enqueue(queued, copy, slice(0, copy.pages.shape[0]), into_slot=True)
+        self._enqueue(queued, _frozen(copies), into_slot=True)
         return queued.record()
 
     def scatter(
-        self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence], groups: int = 1
+        self, stream: Stream, groups: Sequence[Sequence[Copy]], after: Sequence[Fence]
     ) -> list[Fence]:
         """See Device."""
         fences: list[Fence] = []
-        copies = _frozen(copies)
-        for index in range(groups):
+        for copies in groups:
             queued = self._after(stream, after)  # for each: one that failed holds back all groups
-            for copy in copies:
-                part = group_planes(copy.pages.shape[0], index, groups)
-                if part.start < part.stop:  # a layer of its own has no planes in most groups
-                    self._enqueue(queued, copy, part, into_slot=False)
+            self._enqueue(queued, _frozen(copies), into_slot=False)
             fences.append(queued.record())
         return fences
 
@@ -195,9 +194,9 @@ class CpuDevice:
         for stream in self._streams.values():
             stream.close()
 
-    def _enqueue(self, stream: CpuStream, copy: Copy, planes: slice, *, into_slot: bool) -> None:
-        """Append the copy of a run of planes to a stream."""
-        stream.enqueue(partial(_copy, copy, planes, into_slot=into_slot))
+    def _enqueue(self, stream: CpuStream, copies: Sequence[Copy], *, into_slot: bool) -> None:
+        """Append copies to a stream."""
+        stream.enqueue(partial(_copy_all, copies, into_slot=into_slot))
 
     @staticmethod
     def _after(stream: Stream, after: Sequence[Fence]) -> CpuStream:
@@ -210,14 +209,23 @@ class CpuDevice:
 
 def _frozen(copies: Sequence[Copy]) -> list[Copy]:
     """Take down the blocks' ids: a block table goes on changing while a copy waits its turn."""
-    return [Copy(copy.pages, tuple(copy.blocks), copy.slot) for copy in copies]
+    return [
+        copy
+        if isinstance(copy.blocks, (tuple, range))
+        else Copy(copy.pages, tuple(copy.blocks), copy.slot)
+        for copy in copies
+    ]
 
 
-def _copy(copy: Copy, planes: slice, *, into_slot: bool) -> None:
-    """Copy a run of planes."""
+def _copy_all(copies: Sequence[Copy], *, into_slot: bool) -> None:
+    for copy in copies:
+        _copy(copy, into_slot=into_slot)
+
+
+def _copy(copy: Copy, *, into_slot: bool) -> None:
     runs = list(block_runs(copy.blocks))
-    pages, slot = copy.pages[planes], copy.slot[planes]
-    if _scattered(copy, pages, runs):
+    pages, slot = copy.pages, copy.slot
+    if _scattered(copy, runs):
         blocks = np.array(copy.blocks)
         (_gather if into_slot else _scatter)(_whole(pages), blocks, _whole(slot))
         return
@@ -228,18 +236,18 @@ def _copy(copy: Copy, planes: slice, *, into_slot: bool) -> None:
         np.copyto(*((part, some) if into_slot else (some, part)))
 
 
-def _scattered(copy: Copy, pages: NDArray[np.uint8], runs: Sequence[tuple[int, int, int]]) -> bool:
+def _scattered(copy: Copy, runs: Sequence[tuple[int, int, int]]) -> bool:
     """Say whether a copy is of single blocks, all there, that lie side by side in each plane.
 
     Then plane by plane is faster than block by block: it goes through memory that lies together.
     What is not so, or is wrong, is left to the copy by runs.
     """
-    blocks, count, size = copy.blocks, pages.shape[1], pages.shape[2]
+    blocks, (planes, count, size) = copy.blocks, copy.pages.shape
     return (
         2 * len(runs) > len(blocks) > 1
-        and copy.slot.shape == (copy.pages.shape[0], len(blocks), size)
+        and copy.slot.shape == (planes, len(blocks), size)
         and 0 <= min(blocks) <= max(blocks) < count
-        and pages.strides[1] == size > 0
+        and copy.pages.strides[1] == size > 0
     )
 
 

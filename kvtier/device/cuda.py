@@ -182,20 +182,27 @@ class CudaDevice:
         """See Device. A fence of the stream that the calling thread computes on."""
         return CudaFence(self.driver.caller())
 
+    def hold(self, fence: Fence, timeout: float) -> bool:
+        """See Device. The stream that the calling thread computes on waits."""
+        if not isinstance(fence, CudaFence):
+            return fence.wait(timeout)
+        self.driver.hold(fence.event)
+        return True
+
     def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
         """See Device. Raises MisuseError for what does not match, and enqueues nothing then."""
-        mine, runs = self._mine(stream), self._described(copies, 0, 1)
+        mine, runs = self._mine(stream), self._described(copies)
         for fence in after:
             mine.wait(fence)
         self._move(mine, "store", runs, into_slot=True)
         return mine.record()
 
     def scatter(
-        self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence], groups: int = 1
+        self, stream: Stream, groups: Sequence[Sequence[Copy]], after: Sequence[Fence]
     ) -> list[Fence]:
         """See Device. Raises MisuseError for what does not match, and enqueues nothing then."""
         mine = self._mine(stream)
-        each = [self._described(copies, index, groups) for index in range(groups)]
+        each = [self._described(copies) for copies in groups]
         for fence in after:
             mine.wait(fence)
         fences: list[Fence] = []
@@ -234,9 +241,9 @@ class CudaDevice:
             raise MisuseError(f"{self.name} is closed")
         return mine
 
-    def _described(self, copies: Sequence[Copy], index: int, groups: int) -> Runs:
+    def _described(self, copies: Sequence[Copy]) -> Runs:
         """Return the runs of copies, all of whose slots are pinned."""
-        runs = joined(describe(copies, index, groups))
+        runs = joined(describe(copies))
         if len(runs):
             low, high = int(runs.slots.min()), int((runs.slots + runs.nbytes).max())
             if not any(at <= low and high <= at + size for at, size in self._pinned.items()):

@@ -13,7 +13,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.device.base import HOLE, Copy, group_planes
+from kvtier.device.base import HOLE, Copy
 from kvtier.errors import MisuseError
 
 __all__ = ["CUT_BYTES", "Numbers", "Runs", "cut", "describe", "joined"]
@@ -48,13 +48,12 @@ class Runs:
         return np.stack([*ends, self.nbytes])
 
 
-def describe(copies: Sequence[Copy], index: int = 0, groups: int = 1) -> Runs:
+def describe(copies: Sequence[Copy]) -> Runs:
     """Return the runs of copies, one for each plane and block that is no hole.
 
-    index: which of so many groups of planes, see ``group_planes``.
     Raises MisuseError where blocks do not match their slot, or are not among the pages.
     """
-    each = [_placed(copy, group_planes(copy.pages.shape[0], index, groups)) for copy in copies]
+    each = [_placed(copy) for copy in copies]
     total = sum(len(planes) * len(blocks) for (planes, blocks), _, _ in each)
     runs = Runs(*np.empty((3, total), np.uint64))
     at = 0
@@ -72,7 +71,7 @@ _Places = tuple[Numbers, Numbers]
 """Where planes begin, and how far into one its blocks do."""
 
 
-def _placed(copy: Copy, planes: slice) -> tuple[_Places, _Places, int]:
+def _placed(copy: Copy) -> tuple[_Places, _Places, int]:
     """Return the places of a copy's blocks, in the pages and in the slot, and their bytes."""
     count, among, size = copy.pages.shape
     blocks = copy.blocks
@@ -85,14 +84,13 @@ def _placed(copy: Copy, planes: slice) -> tuple[_Places, _Places, int]:
         raise MisuseError(f"blocks {low} to {high} do not match pages of {among}")
     ids = np.array(blocks, np.int64)
     places = np.flatnonzero(ids != HOLE)
-    pages = _addresses(copy.pages, planes, ids[places])
-    return pages, _addresses(copy.slot, planes, places), size
+    return _addresses(copy.pages, ids[places]), _addresses(copy.slot, places), size
 
 
-def _addresses(array: NDArray[np.uint8], planes: slice, places: NDArray[np.int64]) -> _Places:
+def _addresses(array: NDArray[np.uint8], places: NDArray[np.int64]) -> _Places:
     base = int(array.__array_interface__["data"][0])
     along, across, _ = array.strides
-    starts = np.arange(planes.start, planes.stop) * along + base
+    starts = np.arange(len(array)) * along + base
     return starts.view(np.uint64), (places * across).view(np.uint64)
 
 

@@ -53,6 +53,10 @@ class Driver(Protocol):
         """Return a new event of the stream that the calling thread computes on."""
         ...
 
+    def hold(self, event: Event) -> None:
+        """Hold later work of that stream until an event."""
+        ...
+
     def own(self, tensor: Any) -> Any:
         """Return a tensor of this GPU, without its history. Raises ConfigError for another."""
         ...

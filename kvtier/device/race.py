@@ -36,7 +36,6 @@ from kvtier.device.base import (
     Role,
     Stream,
     block_runs,
-    group_planes,
 )
 from kvtier.errors import MisuseError
 
@@ -58,13 +57,14 @@ class CheckedFence:
 
     def done(self) -> bool:
         """See Fence."""
-        return self._learn(self.inner.done)
+        return self.holds(self.inner.done)
 
     def wait(self, timeout: float) -> bool:
         """See Fence."""
-        return self._learn(lambda: self.inner.wait(timeout))
+        return self.holds(lambda: self.inner.wait(timeout))
 
-    def _learn(self, ask: Callable[[], bool]) -> bool:
+    def holds(self, ask: Callable[[], bool]) -> bool:
+        """Ask whether the calling thread comes after the fence, and remember it if so."""
         try:
             done = ask()
         except BaseException:
@@ -198,28 +198,33 @@ class Checked:
             return self.compute.fenced(inner)
         return CheckedFence(self, inner, self.sent(), ())
 
+    def hold(self, fence: Fence, timeout: float) -> bool:
+        """See Device. What this thread knows stands for what it computes, on whatever stream."""
+        if not isinstance(fence, CheckedFence):
+            return self.inner.hold(fence, timeout)
+        return fence.holds(lambda: self.inner.hold(fence.inner, timeout))
+
     def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
         """See Device. Raises RaceError for a race, unless those are reported."""
         mine = self._mine(stream, after)
-        reads = [span for copy in copies for span in _pages(copy, slice(None))]
-        writes = [span for copy in copies for span in _slot(copy, slice(None))]
+        reads = [span for copy in copies for span in _pages(copy)]
+        writes = [span for copy in copies for span in _slot(copy)]
         mine.operates(self._title("gather", copies, mine), reads, writes)
         return mine.fenced(self.inner.gather(mine.inner, copies, _plain(after)))
 
     def scatter(
-        self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence], groups: int = 1
+        self, stream: Stream, groups: Sequence[Sequence[Copy]], after: Sequence[Fence]
     ) -> list[Fence]:
         """See Device. Raises RaceError for a race, unless those are reported."""
         mine = self._mine(stream, after)
-        title = self._title("scatter", copies, mine)
+        title = self._title("scatter", [copy for copies in groups[:1] for copy in copies], mine)
         marks = []
-        for index in range(groups):
-            parts = [(copy, group_planes(copy.pages.shape[0], index, groups)) for copy in copies]
-            reads = [span for copy, planes in parts for span in _slot(copy, planes)]
-            writes = [span for copy, planes in parts for span in _pages(copy, planes)]
-            mine.operates(f"{title}, run {index + 1} of {groups}", reads, writes)
+        for number, copies in enumerate(groups, 1):
+            reads = [span for copy in copies for span in _slot(copy)]
+            writes = [span for copy in copies for span in _pages(copy)]
+            mine.operates(f"{title}, group {number} of {len(groups)}", reads, writes)
             marks.append(mine.mark())
-        inner = self.inner.scatter(mine.inner, copies, _plain(after), groups)
+        inner = self.inner.scatter(mine.inner, groups, _plain(after))
         return [CheckedFence(self, fence, *mark) for fence, mark in zip(inner, marks, strict=True)]
 
     def touch(
@@ -303,14 +308,14 @@ def _plain(fences: Sequence[Fence]) -> list[Fence]:
     return [fence.inner if isinstance(fence, CheckedFence) else fence for fence in fences]
 
 
-def _pages(copy: Copy, planes: slice) -> list[Span]:
+def _pages(copy: Copy) -> list[Span]:
     """Return the addresses of a copy's blocks, run by run of consecutive ones."""
     runs = block_runs(copy.blocks)
-    return spans([copy.pages[planes, first : first + to - at] for at, to, first in runs])
+    return spans([copy.pages[:, first : first + to - at] for at, to, first in runs])
 
 
-def _slot(copy: Copy, planes: slice) -> list[Span]:
+def _slot(copy: Copy) -> list[Span]:
     """Return the addresses of a copy's part of a slot, holes left out."""
     if HOLE not in copy.blocks:
-        return spans([copy.slot[planes]])
-    return spans([copy.slot[planes, at:to] for at, to, _ in block_runs(copy.blocks)])
+        return spans([copy.slot])
+    return spans([copy.slot[:, at:to] for at, to, _ in block_runs(copy.blocks)])

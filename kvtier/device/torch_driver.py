@@ -119,6 +119,10 @@ class TorchDriver:
         """See Driver."""
         return self.record(self._torch.cuda.current_stream(self._device))
 
+    def hold(self, event: Event) -> None:
+        """See Driver."""
+        self.wait(self._torch.cuda.current_stream(self._device), event)
+
     def own(self, tensor: Any) -> Any:
         """See Driver."""
         where = getattr(tensor, "device", None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from kvtier.errors import ConfigError
 __all__ = ["CpuDriver"]
 
 _ROWS: Final = 3
+_SECONDS: Final = 10.0
 
 
 class _Memory:
@@ -78,6 +79,13 @@ class CpuDriver:
         fence = CpuFence()
         fence.settle()
         return fence
+
+    def hold(self, event: Event) -> None:
+        """See Driver. Where nobody has a stream to compute on, the caller computes, and waits."""
+        if self._compute is not None:
+            self._compute.wait(cast("CpuFence", event))
+        else:
+            cast("CpuFence", event).wait(_SECONDS)
 
     def own(self, tensor: Any) -> Any:
         """See Driver."""

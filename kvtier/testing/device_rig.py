@@ -16,6 +16,7 @@ from kvtier.device.cuda import CudaDevice, CudaStream
 from kvtier.device.paths import DEFAULT, Choice, Way
 from kvtier.device.race import Checked, CheckedStream, Race
 from kvtier.testing.cpu_driver import CpuDriver
+from kvtier.testing.layouts import by_planes
 from kvtier.transfer import CopyStatus, CopyTransfer
 
 __all__ = ["BLOCKS", "CHUNK", "PLANES", "Rig", "settled", "values"]
@@ -110,7 +111,7 @@ class Rig:
     ) -> list[Fence]:
         """Copy a slot into blocks."""
         copy = Copy(self.kv, blocks, self.slots[slot])
-        return self.device.scatter(self.device.stream("load"), [copy], after, groups)
+        return self.device.scatter(self.device.stream("load"), by_planes([copy], groups), after)
 
     def fill(self, slot: int, value: int) -> None:
         """Let the host write a slot, now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -23,7 +23,7 @@ from kvtier.device.layout import byte_pages
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHOICES", "LAYOUTS", "Case", "Layout", "Mover", "cases", "is_right"]
+__all__ = ["CHOICES", "LAYOUTS", "Case", "Layout", "Mover", "by_planes", "cases", "is_right"]
 
 BLOCKS: Final = 9
 TOKENS: Final = 4
@@ -142,6 +142,15 @@ def cases() -> Iterator[Case]:
             count += 1
 
 
+def by_planes(copies: Sequence[Copy], groups: int) -> list[list[Copy]]:
+    """Cut copies into so many groups, each of about as many planes."""
+
+    def planes(copy: Copy, index: int) -> slice:
+        return slice(*(len(copy.pages) * at // groups for at in (index, index + 1)))
+
+    return [[copy.cut(planes(copy, index)) for copy in copies] for index in range(groups)]
+
+
 def is_right(case: Case, mover: Mover, *, spare: int = 4096) -> bool:
     """Gather whole, scatter by groups of planes and in pieces; compare all memory, to the byte.
 
@@ -176,9 +185,8 @@ def is_right(case: Case, mover: Mover, *, spare: int = 4096) -> bool:
     before = target.whole.copy()
     target.lies(layout, item).permute(order).index_copy_(axis, named, taken)
     want, target.whole[:] = target.whole.copy(), before
-    copies = [Copy(target.pages(layout, block), case.blocks, part)]
-    for index in range(_GROUPS):
-        whole = joined(describe(copies, index, _GROUPS))
+    for copies in by_planes([Copy(target.pages(layout, block), case.blocks, part)], _GROUPS):
+        whole = joined(describe(copies))
         pieces = cut(whole, _CUT)
         mover(pieces, False)  # noqa: FBT003  (a Mover's)
         if pieces.nbytes.tolist() != [n for run in whole.nbytes.tolist() for n in _cuts(run)]:

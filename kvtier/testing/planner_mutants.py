@@ -93,7 +93,7 @@ def _refusals() -> Iterator[tuple[type[Exception], str, Callable[[], object]]]:
     ):
         copy = Copy(pages, blocks, part)
         yield MisuseError, "do not match", partial(describe, [copy])
-        yield MisuseError, "do not match", partial(describe, [copy, copy], 1, 4)
+        yield MisuseError, "do not match", partial(describe, [Copy(pages, (), slot[:, :0]), copy])
     yield MisuseError, "do not match", partial(describe, [Copy(pages[:, :0], (0,), slot[:, :1])])
     for most in (0, -16, 8, 24):
         yield MisuseError, "aligned", partial(cut, describe([]), most)

@@ -87,7 +87,7 @@ def test_a_checker_that_hears_of_no_failure_misses_the_half_batch(monkeypatch):
             self._checker.received(self.clock)
         return done
 
-    monkeypatch.setattr(CheckedFence, "_learn", deaf)
+    monkeypatch.setattr(CheckedFence, "holds", deaf)
     (hazard,) = (one for one in HAZARDS if one.__name__ == "half_a_batch_published")
     assert not examine(hazard, FEW).twin_caught_by_checker
 

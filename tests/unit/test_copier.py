@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +12,13 @@ import pytest
 
 from kvtier.copier import Pages
 from kvtier.copyplan import CopyPlan, PlanPart
-from kvtier.device.cpu import CpuDevice, CpuFence
-from kvtier.errors import ConfigError, ProtocolError
+from kvtier.device import cpu
+from kvtier.device.cpu import CpuDevice, CpuFence, _copy_all
+from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.record import Part
 from kvtier.memory.arena import Arena, Slot
-from kvtier.transfer import CopyStatus
+from kvtier.transfer import CopyResult, CopyStatus
 
 BLOCK, CHUNK, BLOCKS, SECONDS = 4, 16, 12, 10.0
 GEOMETRY = Geometry(
@@ -83,7 +85,7 @@ def test_a_load_gives_back_what_was_saved_in_other_blocks(rank: Rank):
     saved = [rank.blocks(index, [1, 2, 3, 4]).copy() for index in range(2)]
     untouched = [kv.copy() for kv in rank.kv]
     transfer = rank.pages.execute(rank.plan("load", blocks=(9, 5, 6, 0)), after=())
-    assert len(transfer.groups) == 4
+    assert len(transfer.groups) == 1, "too few bytes for more"
     assert transfer.result(SECONDS).tokens == CHUNK
     for index in range(2):
         assert np.array_equal(rank.blocks(index, [9, 5, 6, 0]), saved[index])
@@ -239,3 +241,130 @@ def test_a_rank_holds_the_heads_of_its_shard(rank: Rank):
     assert pages.execute(plan, after=()).result(SECONDS).tokens == BLOCK
     with pytest.raises(ConfigError):
         Pages(geometry, rank.arena, [half], rank.device)
+
+
+# ------------------------------------------------------------------------------- layer by layer
+
+
+def shut(rank: Rank, role: Any) -> threading.Event:
+    """Let no copy of a direction begin before the gate is open."""
+    gate = threading.Event()
+    rank.device.stream(role).enqueue(lambda: gate.wait(SECONDS) and None)
+    return gate
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_layers_fence_is_done_once_all_its_planes_are_there(rank: Rank, apart: bool):
+    rank.pages.execute(rank.plan(), after=()).result(SECONDS)
+    want = [rank.blocks(index, [1, 2, 3, 4]).copy() for index in range(2)]
+    kv = [list(tensor) for tensor in rank.kv] if apart else rank.kv
+    pages = Pages(GEOMETRY, rank.arena, kv, rank.device, groups=2)
+    for tensor in rank.kv:
+        tensor[:] = 0
+    gate, seen = shut(rank, "load"), []
+    transfer = pages.execute(rank.plan("load"), after=())
+    assert len(transfer.groups) == 2
+    assert not transfer.fence(0, 0).done()
+    gate.set()
+    for component, layers in enumerate((3, 2)):
+        for layer in range(layers):
+            assert transfer.fence(component, layer).wait(SECONDS)
+            here = rank.blocks(component, [1, 2, 3, 4])
+            planes = len(here) // layers
+            some = slice(layer * planes, (layer + 1) * planes)
+            seen.append(np.array_equal(here[some], want[component][some]))
+    assert all(seen)
+    assert transfer.fence(0, 0) is transfer.fence(1, 0) is not transfer.fence(0, 1)
+    assert transfer.fence(0, 1) is transfer.fence(0, 2) is transfer.fence(1, 1)
+
+
+def test_first_layers_land_while_the_last_are_held_back(rank: Rank):
+    """Two groups: between them the stream is stopped."""
+    pages = Pages(GEOMETRY, rank.arena, rank.kv, rank.device, groups=2)
+    copies, gate = [], threading.Event()
+
+    def copy_all(some: Any, *, into_slot: bool) -> None:
+        if copies:
+            gate.wait(SECONDS)
+        copies.append(some)
+        _copy_all(some, into_slot=into_slot)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "_copy_all", copy_all)
+        transfer = pages.execute(rank.plan("load"), after=())
+        assert transfer.fence(0, 0).wait(SECONDS)
+        assert not transfer.fence(0, 2).done()
+        assert not transfer.poll()
+        gate.set()
+        assert transfer.result(SECONDS).status is CopyStatus.OK
+
+
+def test_groups_are_as_many_as_bytes_and_layers_are_worth(rank: Rank):
+    geometry = Geometry((Component(40, 2, 2048),), "float16", (BLOCK,), CHUNK)  # 10 MiB
+    kv = np.zeros((40, 2, 5, BLOCK, 2, 2048), np.uint16)
+    size = geometry.part_bytes(Part(0))
+    arena = Arena(8 * size, [size])
+    found = []
+    for groups in (None, 1, 3, 50):
+        pages = Pages(geometry, arena, [kv], rank.device, groups=groups)
+        for chunks in (1, 2, 4):
+            slot = arena.allocate(size)
+            assert slot is not None
+            parts = [PlanPart(*slot, 0, 0, 1, 0, 1, 0, (1, 2, 3, 4))] * chunks
+            plan = CopyPlan(2, 1, "load", arena.id, CHUNK, tuple(parts))
+            transfer = pages.execute(plan, after=())
+            assert transfer.result(SECONDS).status is CopyStatus.OK
+            found.append(len(transfer.groups))
+            arena.free(slot)
+    arena.close()
+    assert found == [2, 5, 8, 1, 1, 1, 3, 3, 3, 40, 40, 40]
+    with pytest.raises(ConfigError, match="groups of layers"):
+        Pages(GEOMETRY, rank.arena, rank.kv, rank.device, groups=0)
+
+
+def test_a_save_leaves_layer_by_layer_and_is_the_same_bytes(rank: Rank):
+    pages = Pages(GEOMETRY, rank.arena, rank.kv, rank.device, groups=2)
+    transfer = pages.leave(rank.plan(blocks=(7, 0, 11, 1)))
+    right = [tensor.copy() for tensor in rank.kv]
+    for tensor in rank.kv:
+        tensor[:] = 0xAB
+    for component, layer in ((0, 0), (1, 0), (0, 1), (0, 2), (1, 1)):
+        rank.kv[component][layer] = right[component][layer]
+        transfer.written(component, layer)
+        transfer.written(component, layer)  # said twice, it leaves once
+    assert len(transfer.groups) == 4
+    assert not transfer.poll(), "the step may not count yet"
+    assert transfer.result(0).status is CopyStatus.TIMEOUT
+    transfer.end(good=True)
+    assert transfer.result(SECONDS) == CopyResult(CopyStatus.OK, CHUNK)
+    for index, slot in enumerate(rank.slots):
+        assert np.array_equal(rank.part(slot, index), rank.blocks(index, [7, 0, 11, 1]))
+
+
+def test_a_step_that_does_not_count_or_ended_early_saves_nothing(rank: Rank):
+    pages = Pages(GEOMETRY, rank.arena, rank.kv, rank.device, groups=2)
+    void, early = pages.leave(rank.plan()), pages.leave(rank.plan())
+    gate = shut(rank, "store")
+    for transfer, good in ((void, False), (early, True)):
+        transfer.written(0, 0)
+        transfer.end(good=good)
+        transfer.end(good=True)  # what was said first stands
+        transfer.written(0, 2)  # and nothing leaves any more
+        assert len(transfer.groups) == 1
+        assert not transfer.poll(), "its slots are still written"
+    gate.set()
+    results = [transfer.result(SECONDS) for transfer in (void, early)]
+    assert [one.status for one in results] == [CopyStatus.FAILED] * 2
+    assert "does not count" in results[0].cause
+    assert "3 groups of layers were never computed" in results[1].cause
+    with pytest.raises(MisuseError, match="by a save"):
+        pages.leave(rank.plan("load"))
+
+
+def test_layers_that_leave_for_memory_that_is_gone_have_failed(rank: Rank):
+    rank.arena.of = lambda arena, plan: None  # type: ignore[method-assign]  (a daemon's, gone)
+    transfer = rank.pages.leave(rank.plan())
+    for component, layer in ((0, 2), (1, 1)):
+        transfer.written(component, layer)
+    transfer.end(good=True)
+    assert transfer.result(0).status is CopyStatus.FAILED

@@ -14,6 +14,7 @@ from kvtier.device.base import Copy, Device
 from kvtier.device.chaos import ORDERS, POISON, ChaosDevice
 from kvtier.device.cpu import CpuDevice, CpuFence
 from kvtier.errors import ConfigError, MisuseError
+from kvtier.testing.layouts import by_planes
 
 PLANES, BLOCKS, BYTES = 6, 20, 48
 SECONDS = 10.0
@@ -41,7 +42,7 @@ def gather(device, copies, *after):
 
 
 def scatter(device, copies, *after, groups=1):
-    return device.scatter(device.stream("load"), copies, after, groups)
+    return device.scatter(device.stream("load"), by_planes(copies, groups), after)
 
 
 def ticks(device, seen, count=5):

@@ -14,6 +14,7 @@ from kvtier.device import cpu as module
 from kvtier.device.base import HOLE, Copy
 from kvtier.device.cpu import CpuDevice, CpuFence
 from kvtier.errors import ConfigError, MisuseError
+from kvtier.testing.layouts import by_planes
 
 PLANES, BLOCKS, BYTES = 6, 20, 48
 SECONDS = 10.0
@@ -48,7 +49,7 @@ def gather(device: CpuDevice, copies: list[Copy], *after: CpuFence) -> CpuFence:
 
 
 def scatter(device: CpuDevice, copies: list[Copy], *after: CpuFence, groups: int = 1):
-    return device.scatter(device.stream("load"), copies, after, groups)
+    return device.scatter(device.stream("load"), by_planes(copies, groups), after)
 
 
 # ---------------------------------------------------------------------------------------- copies

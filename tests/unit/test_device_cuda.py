@@ -19,7 +19,7 @@ from kvtier.device.torch_driver import cuda_device
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.hazards import AT_ONCE, HAZARDS, examine
-from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS
+from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS, by_planes
 
 SECONDS = 10.0
 PLANES, BYTES = 6, 48
@@ -42,7 +42,7 @@ def gather(device, copies, *after):
 
 
 def scatter(device, copies, *after, groups=1):
-    return device.scatter(device.stream("load"), copies, after, groups)
+    return device.scatter(device.stream("load"), by_planes(copies, groups), after)
 
 
 # ---------------------------------------------------------------------------------------- bytes
@@ -220,7 +220,7 @@ def test_what_does_not_match_is_refused_and_nothing_is_enqueued():
             with pytest.raises(MisuseError, match="do not match"):
                 gather(device, [good, bad])
             with pytest.raises(MisuseError, match="do not match"):
-                scatter(device, [good, bad], groups=2)
+                device.scatter(device.stream("load"), [[good], [bad]], ())
         assert driver.calls == []
 
 

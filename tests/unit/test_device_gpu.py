@@ -14,7 +14,7 @@ from kvtier.device.cuda import CudaFence
 from kvtier.device.paths import PATHS, Choice
 from kvtier.device.torch_driver import cuda_device
 from kvtier.errors import ConfigError
-from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS
+from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS, by_planes
 
 pytestmark = pytest.mark.gpu
 
@@ -75,7 +75,7 @@ def test_there_and_back_in_every_layout(device, arena, layout):
         for place in places
     )
     stored = device.gather(device.stream("store"), out, [device.host_fence()])
-    fences = device.scatter(device.stream("load"), back, [stored], groups=3)
+    fences = device.scatter(device.stream("load"), by_planes(back, 3), [stored])
     assert all(fence.wait(SECONDS) for fence in fences)
     for ids, slot in zip(chosen, slots, strict=True):
         kept = [at for at, one in enumerate(ids) if one != HOLE]
@@ -118,7 +118,7 @@ def test_compute_waits_for_the_layers_that_it_reads(device, arena):
     slot[:] = 9
     pages = device.pages(tensor, 4, 1 << 20)
     copy = Copy(pages, [1, 5], slot)
-    fences = device.scatter(device.stream("load"), [copy], [device.host_fence()], groups=4)
+    fences = device.scatter(device.stream("load"), by_planes([copy], 4), [device.host_fence()])
     for layer, fence in enumerate(fences):
         assert isinstance(fence, CudaFence)
         torch.cuda.current_stream().wait_event(fence.event.event)

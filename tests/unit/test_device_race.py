@@ -20,6 +20,7 @@ from kvtier.device.chaos import ChaosDevice
 from kvtier.device.cpu import CpuDevice, CpuFence
 from kvtier.device.race import Checked, RaceError
 from kvtier.errors import MisuseError
+from kvtier.testing.layouts import by_planes
 
 PLANES, BLOCKS, BYTES = 6, 20, 48
 SECONDS = 10.0
@@ -46,7 +47,7 @@ def gather(device, copy, *after):
 
 
 def scatter(device, copy, *after, groups=1):
-    return device.scatter(device.stream("load"), [copy], after, groups)
+    return device.scatter(device.stream("load"), by_planes([copy], groups), after)
 
 
 # ---------------------------------------------------------------------------------- as a device
@@ -105,7 +106,7 @@ def test_two_copies_without_a_fence_are_refused_with_both_their_names(device):
     said = str(refused.value)
     assert "scatter 2 of blocks 7, 8 on stream load" in said
     assert "gather 1 of blocks 1, 2 on stream store" in said
-    assert "run 1 of 2 reads 288 bytes" in said
+    assert "group 1 of 2 reads 288 bytes" in said
     assert "let the second come after a fence of the first" in said
     assert "MainThread" in said
     device.close()
@@ -175,7 +176,7 @@ def test_each_run_of_layers_has_its_own_fence(device):
     compute = device.wrap(device.inner.stream("store"), "engine")
     compute.wait(first)
     compute.declare("attention", reads=[kv[:3, 7]])
-    with pytest.raises(RaceError, match="run 2 of 2"):
+    with pytest.raises(RaceError, match="group 2 of 2"):
         compute.declare("attention", reads=[kv[3:, 7]])
     compute.wait(second)
     compute.declare("attention", reads=[kv[3:, 7]])
