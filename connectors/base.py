@@ -15,8 +15,22 @@ Where tiers are slow, ``match`` may offer nothing to load yet, but tokens from `
 while the engine computes those before them: it asks ``arrived`` at every step, and calls ``load``
 for what is still to be computed when they are there.
 
-No call waits, none raises for a fault of a tier, and all are made on one thread. From its first
-call to ``finish`` a request keeps its tokens, to which others are added, and its identity.
+Where ``landing`` gives a load's layers, the engine may compute the tokens behind it before it has
+settled: before each layer's attention it calls ``hold``. What is loaded was verified when it was
+leased, so only the copy itself can still fail, by an error of the device, by cancellation, or
+with the daemon whose memory it is: also after layers have been read. Then the step's output for
+that request is void. The engine takes no token of it, shows none and keeps none of its blocks:
+after the forward pass it calls ``poll``, and only if that reports the load whole does the step
+count. Otherwise it computes again what lies behind the tokens that are valid. A load that ``poll``
+does not report then has not settled, and the request waits for it as if it had computed nothing.
+
+Likewise ``leaving`` lets a step's KV go while later layers are computed: each layer once
+``written``, and all of it stored only after ``end`` has said that the step counts. A request that
+ends before that stores nothing of it; its blocks are held until what had left has settled.
+
+No call but ``wait`` and ``hold`` waits, none raises for a fault of a tier, and all are made on one
+thread. From its first call to ``finish`` a request keeps its tokens, to which others are added, and
+its identity.
 """
 
 from __future__ import annotations
@@ -28,7 +42,17 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MISS", "PENDING", "Connector", "Loaded", "Match", "Places", "Update"]
+__all__ = [
+    "MISS",
+    "PENDING",
+    "Connector",
+    "Landing",
+    "Leaving",
+    "Loaded",
+    "Match",
+    "Places",
+    "Update",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +102,45 @@ class Update:
     released: tuple[str, ...] = ()
 
 
+class Landing(Protocol):
+    """A load under way, whose layers may be read one by one. For the engine's thread."""
+
+    def begun(self) -> bool:
+        """Say whether the first layers are there. Never blocks."""
+        ...
+
+    def hold(self, component: int, layer: int) -> None:
+        """Let what the engine computes from now on come after this layer's bytes.
+
+        Where the engine computes on a GPU, that waits. Where it computes on this thread, the call
+        blocks, but not for long: a load that stands still is given up waiting for. It never
+        raises, and says nothing of how the load ends.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Block until the load has settled, but not for long. Called before ``poll``, after a step.
+
+        A GPU may be computing what it has only begun to load.
+        """
+        ...
+
+
+class Leaving(Protocol):
+    """What a step saves while it computes. For the engine's thread."""
+
+    def written(self, component: int, layer: int) -> None:
+        """Say that the layer's KV is written, or that work is enqueued which writes it.
+
+        layer: of the component's, each in turn, from 0. Does not block.
+        """
+        ...
+
+    def end(self, *, good: bool) -> None:
+        """Say that the step is over. good: it counts, so that what has left may be stored."""
+        ...
+
+
 class Connector(Protocol):
     """What an engine calls. See the module's text for the order of calls."""
 
@@ -114,6 +177,10 @@ class Connector(Protocol):
         """
         ...
 
+    def landing(self, request_id: str) -> Landing | None:
+        """Return the load that was just begun, layer by layer; None: it ends as a whole only."""
+        ...
+
     def poll(self) -> Update:
         """Return what has settled since the last call."""
         ...
@@ -138,6 +205,19 @@ class Connector(Protocol):
         for each component of the model, with -1 for what the engine has not got; of a recurrent
         component the slot of the state after each whole chunk.
         Chunks that are already stored, and the incomplete tail, cost nothing.
+        """
+        ...
+
+    def leaving(
+        self,
+        request_id: str,
+        tokens: NDArray[np.int32],
+        block_ids: Places,
+        identity: object | None = None,
+    ) -> Leaving | None:
+        """Offer, before a step, KV of accepted tokens that the step computes; see ``save``.
+
+        None: nothing leaves early; ``save`` is called in any case, once the step counts.
         """
         ...
 

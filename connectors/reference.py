@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,19 +18,28 @@ from kvtier.cache import Cache, Lease, Match
 from kvtier.checks import check_whole
 from kvtier.clock import monotonic
 from kvtier.connectors import base
-from kvtier.connectors.base import MISS, PENDING, Loaded, Places, Update
+from kvtier.connectors.base import MISS, PENDING, Landing, Leaving, Loaded, Places, Update
+from kvtier.connectors.executor import Executor, LayersLanding
+from kvtier.copier import Pages
 from kvtier.copyplan import CopyPlan
-from kvtier.device.base import Device, Fence
+from kvtier.device.base import Device
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.namespace import Request
 from kvtier.prefix import Prefix
-from kvtier.transfer import CopyResult, CopyStatus, CopyTransfer, FetchTransfer
+from kvtier.transfer import (
+    CopyResult,
+    CopyStatus,
+    CopyTransfer,
+    FetchTransfer,
+    LeavingTransfer,
+)
 
-__all__ = ["Executor", "ReferenceConnector"]
+__all__ = ["ReferenceConnector"]
 
 _FETCH_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 10.0
+Moving = TypeVar("Moving", bound=CopyTransfer)
 
 
 @dataclass(slots=True)
@@ -55,16 +64,8 @@ class _Copying:
     transfer: CopyTransfer
     lease: Lease | None = None  # of a load
     match: Match | None = None
-    start: int = 0  # the first token that a load copies
+    start: int = 0  # the first token that a load copies, or chunk that a save does
     ended: bool = False  # its request has ended: report the blocks, not the load
-
-
-class Executor(Protocol):
-    """What executes plans over an engine's blocks: ``Pages`` here, ``RankedPages`` elsewhere."""
-
-    def execute(self, plan: CopyPlan, after: Sequence[Fence]) -> CopyTransfer:
-        """See ``Pages``."""
-        ...
 
 
 class ReferenceConnector:
@@ -208,6 +209,14 @@ class ReferenceConnector:
         copying = _Copying(request_id, plan, transfer, lease, state.match, state.computed)
         self._copying.append(copying)
 
+    def landing(self, request_id: str) -> Landing | None:
+        """See Connector. Where the blocks are in other processes, None."""
+        for copying in reversed(self._copying):
+            if copying.request_id == request_id and copying.lease and not copying.ended:
+                transfer = copying.transfer
+                return LayersLanding(self._device, transfer) if transfer.layers else None
+        return None
+
     def poll(self) -> Update:
         """See Connector."""
         self._wake.clear()
@@ -225,6 +234,9 @@ class ReferenceConnector:
                 freed[copying.request_id] = None
             elif copying.lease is not None:
                 loaded.append(self._loaded(copying, copying.lease, result.tokens))
+            elif isinstance(copying.transfer, LeavingTransfer) and copying.transfer.void:
+                state = self._states.get(copying.request_id, _State())
+                state.saved_chunks = min(state.saved_chunks, copying.start)
         self._copying = busy
         for copying in busy:
             if copying.ended:
@@ -246,19 +258,49 @@ class ReferenceConnector:
         identity: object | None = None,
     ) -> None:
         """See Connector."""
+        plan, first = self._plan_save(request_id, tokens, block_ids, identity)
+        if plan is not None:
+            self._copying.append(_Copying(request_id, plan, self._execute(plan), start=first))
+
+    def leaving(
+        self,
+        request_id: str,
+        tokens: NDArray[np.int32],
+        block_ids: Places,
+        identity: object | None = None,
+    ) -> Leaving | None:
+        """See Connector. Where the blocks are in other processes, None."""
+        pages = self._pages
+        if not isinstance(pages, Pages):
+            return None
+        plan, first = self._plan_save(request_id, tokens, block_ids, identity)
+        if plan is None:
+            return None
+        transfer = self._started(plan, lambda: pages.leave(plan))
+        self._copying.append(_Copying(request_id, plan, transfer, start=first))
+        return transfer
+
+    def _plan_save(
+        self,
+        request_id: str,
+        tokens: NDArray[np.int32],
+        block_ids: Places,
+        identity: object | None,
+    ) -> tuple[CopyPlan | None, int]:
+        """Plan the save of whole chunks that were not offered yet; return the first of them, too.
+
+        From then on they count as offered.
+        """
         chunks = len(tokens) // self._chunk
         known = self._states.get(request_id)
         if known is not None and chunks <= known.saved_chunks:
-            return
+            return None, chunks
         state = self._state(request_id, tokens, identity)
         if state.prefix is None or len(state.prefix.names) < chunks:
             state.prefix = self._cache.prefix(tokens, _request(identity), state.prefix)
         computed = state.prefix.head(tokens, chunks)
-        plan = self._cache.plan_save(computed, block_ids, first=state.saved_chunks)
-        state.saved_chunks = chunks
-        if plan is not None:
-            transfer = self._execute(plan)
-            self._copying.append(_Copying(request_id, plan, transfer))
+        first, state.saved_chunks = state.saved_chunks, chunks
+        return self._cache.plan_save(computed, block_ids, first=first), first
 
     def computed(self, spans: Sequence[tuple[int, int]], seconds: float) -> None:
         """See Connector."""
@@ -280,6 +322,8 @@ class ReferenceConnector:
         mine = [copying for copying in self._copying if copying.request_id == request_id]
         for copying in mine:
             copying.ended = True
+            if isinstance(copying.transfer, LeavingTransfer):
+                copying.transfer.end(good=False)  # unless its step is over, and has counted
         return bool(mine)
 
     def close(self) -> None:
@@ -309,8 +353,12 @@ class ReferenceConnector:
 
     def _execute(self, plan: CopyPlan) -> CopyTransfer:
         """Enqueue a plan's copies. Raises ProtocolError for one that does not fit the blocks."""
+        after = (self._device.host_fence(),)
+        return self._started(plan, lambda: self._pages.execute(plan, after=after))
+
+    def _started(self, plan: CopyPlan, start: Callable[[], Moving]) -> Moving:
         try:
-            return self._pages.execute(plan, after=(self._device.host_fence(),))
+            return start()
         except ProtocolError as error:  # nothing was enqueued, so its slots are free again
             self._cache.settle(plan, CopyResult(CopyStatus.FAILED, cause=str(error)))
             raise

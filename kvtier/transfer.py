@@ -76,12 +76,12 @@ class CopyTransfer:
         self._tokens = tokens
         self._blocks = blocks
 
-    def fence(self, component: int, layer: int) -> Fence:
-        """Return the fence after which a layer may be read. Of a load that has `layers`.
+    def group(self, component: int, layer: int) -> int:
+        """Return the group after whose fence a layer may be read. Of a load that has `layers`.
 
-        It says that copies have ended, not that the load will: a later group may fail yet.
+        That is said of the layer, not of the load: a later group may fail yet.
         """
-        return self.groups[_group_of(layer, self.layers[component], len(self.groups))]
+        return _group_of(layer, self.layers[component], len(self.groups))
 
     def poll(self) -> bool:
         """Say whether it has settled. Never blocks, never raises for a fault."""
@@ -122,7 +122,7 @@ class LeavingTransfer(CopyTransfer):
 
     enqueue: enqueues the copies of a component's group, after what the calling thread has
         computed; returns their fence. count: of groups. For the thread that computes, but ``poll``.
-    It settles once ``end`` was called and all that was enqueued has ended.
+    It settles once ``end`` was called and all that was enqueued has ended. void: ``end`` said so.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class LeavingTransfer(CopyTransfer):
         self._left = {(one, group): None for one in range(len(layers)) for group in range(count)}
         self._count = count
         self._lost = ""
-        self._ended = False
+        self._ended = self.void = False
 
     def written(self, component: int, layer: int) -> None:
         """Say that a layer's blocks are written, or will be by work that is enqueued.
@@ -154,8 +154,8 @@ class LeavingTransfer(CopyTransfer):
     def end(self, *, good: bool) -> None:
         """Say that no more layers come. good: whether what was written counts."""
         if not self._ended:
-            self._ended = True
-            if not good:
+            self._ended, self.void = True, not good
+            if self.void:
                 self._lost = "the step that computed it does not count"
             elif self._left:
                 self._lost = f"{len(self._left)} groups of layers were never computed"

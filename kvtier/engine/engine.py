@@ -11,10 +11,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kvtier.connectors.base import Connector
+from kvtier.connectors.base import Connector, Leaving
 from kvtier.engine.compute import Compute, compute_on
 from kvtier.engine.drafting import Drafter, Drafting
-from kvtier.engine.request import Completion, Finish, Output, Request, Sampling
+from kvtier.engine.layers import StepHook
+from kvtier.engine.request import (
+    Completion,
+    Finish,
+    Output,
+    Request,
+    Sampling,
+    completion,
+    prompt_tokens,
+)
 from kvtier.engine.runner import AnyModel, Runner
 from kvtier.engine.scheduler import Scheduler, Work
 from kvtier.engine.spans import Inputs
@@ -115,6 +124,7 @@ class Engine:
         )
         self._ahead = ahead
         self._under_way: list[Work] = []
+        self._leaving: dict[str, Leaving] = {}
         self._clock = clock
         self._submitted = 0
         self._closed = False
@@ -221,7 +231,7 @@ class Engine:
             for request_id in request_ids:
                 self.abort(request_id)
                 del self._streams[request_id]
-        return [_completion(inbox) for inbox in inboxes]
+        return [completion(inbox) for inbox in inboxes]
 
     def abort(self, request_id: str) -> None:
         """End a request now; its last output says "abort". One that has ended is left alone."""
@@ -262,19 +272,32 @@ class Engine:
             self._runner.copy(self._scheduler.begin())
         else:
             self._runner.copy(self._scheduler.begin())
+            work = work or self._scheduler.under_loads()
             self._take(work, self._run(work))
         if not work and not self._under_way and connector is not None and not self.idle:
             connector.wait(_WAIT_SECONDS)
 
     def _run(self, work: Sequence[Work]) -> list[list[int]]:
-        """Compute a step, and tell the connector how long that took."""
+        """Compute a step, and tell the connector how long that took.
+
+        Loads whose layers it reads have settled then, or what it gives for them is void.
+        """
         connector = self._scheduler.connector
         if not work or connector is None:
             return self._runner.run(work)
+        self._leaving = self._scheduler.leaving(work)
+        landing = [one.under for one in work if one.under is not None]
+        hook = StepHook(landing, list(self._leaving.values()), self._clock)
         began = self._clock()
-        tokens = self._runner.run(work)
+        tokens = self._runner.run(work, hook if landing or self._leaving else None)
         spans = [(one.span.start, one.span.start + len(one.span.tokens)) for one in work]
-        connector.computed(spans, self._clock() - began)
+        if not landing or self._compute.device.type == "cpu":  # a GPU's waiting is in its time
+            connector.computed(spans, max(self._clock() - began - hook.waited, 0.0))
+        if landing:
+            for one in landing:
+                one.settle()
+            self._scheduler.settle(connector.poll())
+            self._scheduler.unsettled(work)
         return tokens
 
     def _take(self, work: Sequence[Work], tokens: Sequence[Sequence[int]]) -> None:
@@ -282,6 +305,9 @@ class Engine:
         now = self._clock() if work else 0.0
         ended: list[tuple[Request, str]] = []
         for item, sampled in zip(work, tokens, strict=True):
+            left = self._leaving.pop(item.request.request_id, None)
+            if left is not None:
+                left.end(good=item.current)
             if item.current:
                 reason = self._accept(item, sampled, now)
                 self._save(item, sampled)
@@ -345,16 +371,7 @@ class Engine:
         """Return the prompt, int32 [n]; raise ConfigError for one that can never be served."""
         if self._closed:
             raise MisuseError("the engine is closed")
-        prompt = np.asarray(tokens)
-        if prompt.ndim != 1:
-            raise ConfigError(f"a prompt is one list of token ids, not {prompt.ndim}-dimensional")
-        if not len(prompt):
-            raise ConfigError("the prompt is empty; give at least one token")
-        if prompt.dtype.kind not in "iu":
-            raise ConfigError(f"the prompt holds {prompt.dtype} values; token ids are integers")
-        vocab = self.model.config.vocab_size
-        if prompt.min() < 0 or prompt.max() >= vocab:
-            raise ConfigError(f"a token id lies outside the vocabulary, 0 to {vocab - 1}")
+        prompt = prompt_tokens(tokens, self.model.config.vocab_size)
         total, context = len(prompt) + sampling.max_tokens, self.model.config.context_tokens
         asked = f"prompt {len(prompt)} + max_tokens {sampling.max_tokens}"
         if total > context:
@@ -362,7 +379,7 @@ class Engine:
         room = self._runner.num_blocks * self.block_tokens
         if total > room:
             raise ConfigError(f"{asked} exceed the pool of {room} tokens; raise num_blocks")
-        return prompt.astype(np.int32)
+        return prompt
 
 
 def _check_sizes(**sizes: int) -> None:
@@ -381,11 +398,3 @@ def _checked_chunk(given: int | None, block_tokens: int) -> int:
 def _verified(item: Work, sampled: Sequence[int]) -> int:
     """Count the tokens of a span that stand: all but the drafts behind the first wrong one."""
     return len(item.span.tokens) - len(item.drafts) + max(len(sampled) - 1, 0)
-
-
-def _completion(outputs: Sequence[Output]) -> Completion:
-    last = outputs[-1]
-    if last.finish is None:
-        raise MisuseError(f"{last.request_id} has not ended")
-    tokens = tuple(output.token for output in outputs if output.token is not None)
-    return Completion(last.request_id, tokens, last.finish)

@@ -19,6 +19,7 @@ from torch.nn.attention import sdpa_kernel
 
 from kvtier.engine.attention import BACKENDS, QUERY_TILE, PagedAttention
 from kvtier.engine.latent import LatentWeights
+from kvtier.engine.layers import LayerHook
 from kvtier.engine.model import ROW_TILE, Model, angles, turn
 from kvtier.engine.recurrent import Recurrence, recurrent_width
 from kvtier.engine.spans import Span, placed
@@ -119,7 +120,9 @@ class HybridModel(Model):
         return tuple(self.shape.component(kind) for kind in self.shape.used)
 
     @torch.inference_mode()
-    def forward(self, spans: Sequence[Span], kv: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, spans: Sequence[Span], kv: Sequence[torch.Tensor], hook: LayerHook | None = None
+    ) -> torch.Tensor:
         """See Model. kv: a pool for each component."""
         rows = -(-sum(len(span.tokens) for span in spans) // ROW_TILE) * ROW_TILE
         ids, positions = placed(spans, rows, self.device)
@@ -137,7 +140,12 @@ class HybridModel(Model):
                     tile = slice(first, first + ROW_TILE)
                     normed = self._norm(hidden[tile], layer.attention_norm)
                     torch.mm(normed, layer.qkv.t(), out=projected[tile])
+                component = self.shape.used.index(kind)
+                if hook is not None:
+                    hook.before(component, done[kind])
                 mixers[kind].mix(done[kind], projected, mixed)
+                if hook is not None:
+                    hook.after(component, done[kind])
                 done[kind] += 1
                 self._finish(layer, hidden, mixed)
         return self._logits(hidden, spans)

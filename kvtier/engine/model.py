@@ -23,6 +23,7 @@ from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
 from kvtier.engine.attention import BACKENDS, QUERY_TILE, Attention, PagedAttention
+from kvtier.engine.layers import LayerHook
 from kvtier.engine.spans import Span, StateCopy, placed
 from kvtier.engine.weights import LayerWeights, Weights
 from kvtier.identity.geometry import Component
@@ -74,11 +75,14 @@ class Model:
         return (Component(config.layers, config.kv_heads, config.head_size),)
 
     @torch.inference_mode()
-    def forward(self, spans: Sequence[Span], kv: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, spans: Sequence[Span], kv: Sequence[torch.Tensor], hook: LayerHook | None = None
+    ) -> torch.Tensor:
         """Compute the spans' tokens, write their KV to the pool, and return logits.
 
         spans: at least one, each of at least one token; of distinct requests.
         kv: one pool, [layers, 2, blocks, block tokens, KV heads, head size], updated in place.
+        hook: called before and after each layer's KV is touched.
         Returns float32 [sum of span.logits, vocab], in the order of the spans. Blocks on a CPU;
         on a GPU enqueues, on the current stream.
         """
@@ -86,7 +90,7 @@ class Model:
         ids, positions = placed(spans, _padded(count, ROW_TILE), self.device)
         hidden = self._embed(spans, ids)
         attention = PagedAttention(self.config, spans, kv[0], self.dtype)
-        self._layers(hidden, positions, count, attention)
+        self._layers(hidden, positions, count, attention, hook)
         return self._logits(hidden, spans)
 
     @torch.inference_mode()
@@ -106,7 +110,12 @@ class Model:
         return self._head(hidden[: _padded(count, LOGIT_TILE)])[:count].float()
 
     def _layers(
-        self, hidden: torch.Tensor, positions: torch.Tensor, count: int, attention: Attention
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        count: int,
+        attention: Attention,
+        hook: LayerHook | None = None,
     ) -> None:
         """Pass all rows of `hidden` through the layers, in place. count: rows that are no padding.
 
@@ -133,7 +142,11 @@ class Model:
             for index, layer in enumerate(self.weights.layers):
                 for tile in before:
                     self._project(layer, *tile)
+                if hook is not None:
+                    hook.before(0, index)
                 attention.write(index, fresh)
+                if hook is not None:
+                    hook.after(0, index)
                 attention.read(index, queries, mixed)
                 for tile_hidden, tile_mixed in after:
                     self._feed_forward(layer, tile_hidden, tile_mixed)

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.connectors.base import Landing, Loaded
 from kvtier.engine.blocks import chain_keys, root_key
 from kvtier.engine.spans import Inputs
 from kvtier.engine.tables import Table
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, MisuseError
 
-__all__ = ["Completion", "Finish", "Output", "Phase", "Request", "Sampling", "Stats"]
+__all__ = [
+    "Completion",
+    "Finish",
+    "Output",
+    "Phase",
+    "Request",
+    "Sampling",
+    "Stats",
+    "completion",
+    "prompt_tokens",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +99,29 @@ class Completion:
     finish: Finish
 
 
+def completion(outputs: Sequence[Output]) -> Completion:
+    """Return the answer that a request's outputs make, the last of which is its end."""
+    last = outputs[-1]
+    if last.finish is None:
+        raise MisuseError(f"{last.request_id} has not ended")
+    tokens = tuple(output.token for output in outputs if output.token is not None)
+    return Completion(last.request_id, tokens, last.finish)
+
+
+def prompt_tokens(tokens: Sequence[int], vocab: int) -> NDArray[np.int32]:
+    """Return a prompt as int32 [n]. Raises ConfigError for what is none of this vocabulary."""
+    prompt = np.asarray(tokens)
+    if prompt.ndim != 1:
+        raise ConfigError(f"a prompt is one list of token ids, not {prompt.ndim}-dimensional")
+    if not len(prompt):
+        raise ConfigError("the prompt is empty; give at least one token")
+    if prompt.dtype.kind not in "iu":
+        raise ConfigError(f"the prompt holds {prompt.dtype} values; token ids are integers")
+    if prompt.min() < 0 or prompt.max() >= vocab:
+        raise ConfigError(f"a token id lies outside the vocabulary, 0 to {vocab - 1}")
+    return prompt.astype(np.int32)
+
+
 class Phase(enum.Enum):
     """Where a request stands."""
 
@@ -103,11 +137,12 @@ class Request:
 
     computed: tokens whose KV lies in `table`, from the first, all accepted; scheduled: those and
     what steps under way compute. pending: output tokens that those steps will give. loading:
-    tokens asked of the connector, beyond the computed ones. meeting: later tokens are on their way,
-    while it runs; barrier: then where they begin, and computing stops; landing: how many were asked
-    for; landed: how many came, -1 until that is known. keys: of the whole blocks of all
-    tokens so far; the first `published` of them are in the prefix cache. matched: the connector
-    knows of the request. epoch: goes up when the request gives up its blocks.
+    tokens asked of the connector, beyond the computed ones; layers: their load, where it can be
+    read layer by layer, so that the request may run before it has settled. meeting: later tokens
+    are on their way, while it runs; barrier: then where they begin, and computing stops; landing:
+    how many were asked for; landed: how many came, -1 until that is known. keys: of the whole
+    blocks of all tokens so far; the first `published` are in the prefix cache. matched: the
+    connector knows of the request. epoch: goes up when what was scheduled before is void.
     """
 
     request_id: str
@@ -124,6 +159,7 @@ class Request:
     scheduled: int = 0
     pending: int = 0
     loading: int = 0
+    layers: Landing | None = None
     meeting: bool = False
     barrier: int = 0
     landing: int = 0
@@ -164,11 +200,33 @@ class Request:
         """Begin anew: nothing is computed, and what steps under way will say does not count."""
         self.epoch += 1
         self.computed = self.scheduled = self.published = self.pending = self.loading = 0
+        self.layers = None
         self.meet_no_more()
+
+    def void(self) -> None:
+        """Take back what steps under way will say; what is computed stays."""
+        self.epoch += 1
+        self.pending, self.scheduled, self.layers = 0, self.computed, None
+
+    def join(self) -> None:
+        """Run on behind the tokens of a load that has not settled yet."""
+        self.phase = Phase.RUNNING
+        self.scheduled = self.computed + self.loading
+
+    @property
+    def under(self) -> Landing | None:
+        """The load that has not settled yet and behind which it runs."""
+        return self.layers if self.loading and self.phase is Phase.RUNNING else None
 
     def meet_no_more(self) -> None:
         """Wait for no tokens from behind any more."""
         self.meeting, self.barrier, self.landing, self.landed = False, 0, 0, -1
+
+    def wait_behind(self) -> None:
+        """Once all before them is computed, wait for tokens from behind as for any load's."""
+        if self.landing and self.landed < 0 and self.computed >= self.barrier:
+            self.phase, self.loading = Phase.LOADING, self.landing
+            self.meet_no_more()
 
     @property
     def met(self) -> bool:
@@ -179,6 +237,17 @@ class Request:
     def waits(self) -> bool:
         """Whether all before the tokens that come from behind is computed, or being computed."""
         return bool(self.barrier) and self.scheduled >= self.barrier
+
+    def hit(self, loaded: Loaded, valid: int) -> None:
+        """Count the tokens of a load by tier, of which there are never more than were valid."""
+        if self.generated:
+            return
+        hits: dict[str, int] = {}
+        for tier, tokens in loaded.tiers.items():
+            hits[tier] = min(max(tokens, 0), valid - sum(hits.values()))
+        if unnamed := valid - sum(hits.values()):
+            hits["unknown"] = hits.get("unknown", 0) + unnamed
+        self.hits |= hits
 
     def append(self, tokens: NDArray[np.int32]) -> None:
         """Add tokens at the end, and the keys of the blocks that they fill."""

@@ -13,6 +13,7 @@ import torch
 
 from kvtier.engine.compute import Compute
 from kvtier.engine.graphs import DecodeGraphs
+from kvtier.engine.layers import LayerHook
 from kvtier.engine.model import Model
 from kvtier.engine.sampler import Chosen
 from kvtier.engine.scheduler import PENDING_TOKEN, Work
@@ -37,7 +38,9 @@ class AnyModel(Protocol):
         """What KV it keeps, one for each kind of layer."""
         ...
 
-    def forward(self, spans: Sequence[Span], kv: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, spans: Sequence[Span], kv: Sequence[torch.Tensor], hook: LayerHook | None = None
+    ) -> torch.Tensor:
         """Compute spans of distinct requests; see ``Model.forward``."""
         ...
 
@@ -87,7 +90,7 @@ class Runner:
         self.graphs = _graphs(self._model, self.kv, compute, wanted=graphs)
         self._last: dict[str, int] = {}
 
-    def run(self, work: Sequence[Work]) -> list[list[int]]:
+    def run(self, work: Sequence[Work], hook: LayerHook | None = None) -> list[list[int]]:
         """Compute a step; return for each span the output tokens that it gives, none or more.
 
         A span without drafts gives one, or none if it ends before the prompt does. With drafts
@@ -96,7 +99,7 @@ class Runner:
         if not work:
             return []
         spans = [self._known(item) for item in work]
-        logits = self._logits(spans)
+        logits = self._logits(spans, hook)
         asked = [(item.request.sampling, item.span.logits) for item in work]
         chosen = Chosen(logits, asked, self._compute)
         tokens, row = [], 0
@@ -127,10 +130,10 @@ class Runner:
         if copies:
             self._model.copy_states(copies, self.kv)
 
-    def _logits(self, spans: Sequence[Span]) -> torch.Tensor:
-        """Return a step's logits, replayed where it is of that kind."""
-        found = None if self.graphs is None else self.graphs.logits(spans)
-        return self._model.forward(spans, self.kv) if found is None else found
+    def _logits(self, spans: Sequence[Span], hook: LayerHook | None) -> torch.Tensor:
+        """Return a step's logits, replayed where it is of that kind and without a hook."""
+        found = None if self.graphs is None or hook else self.graphs.logits(spans)
+        return self._model.forward(spans, self.kv, hook) if found is None else found
 
     def _known(self, item: Work) -> Span:
         """Put the last step's output where the scheduler did not know it."""

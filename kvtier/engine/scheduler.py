@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from kvtier.connectors.base import MISS, Connector, Loaded, Match, Update
+from kvtier.connectors.base import MISS, Connector, Landing, Leaving, Loaded, Match, Update
 from kvtier.engine.drafting import Drafting
 from kvtier.engine.request import Phase, Request
 from kvtier.engine.spans import Span, StateCopy
@@ -35,6 +35,7 @@ class Work:
 
     drafts: the last tokens of the span, which nobody has verified. index: of the output token
     that the first of its logits gives. epoch: of the request, when this was scheduled.
+    under: a load that has not settled, and whose layers the span reads.
     """
 
     request: Request
@@ -42,6 +43,7 @@ class Work:
     drafts: tuple[int, ...]
     index: int
     epoch: int
+    under: Landing | None = None
 
     @property
     def current(self) -> bool:
@@ -102,12 +104,11 @@ class Scheduler:
         for loaded in update.loaded:
             request = self._requests.get(loaded.request_id)
             # An aborted or preempted request no longer waits for its load.
-            if request is not None and request.phase is Phase.LOADING:
+            if request is not None and request.loading:
                 self._loaded(request, loaded)
             elif request is not None and request.landing:
                 request.landed = min(max(loaded.tokens, 0), request.landing)
-                if not request.generated:
-                    request.hits |= _clipped(loaded, request.landed)
+                request.hit(loaded, request.landed)
                 self._jump(request)
 
     def schedule(self) -> list[Work]:
@@ -115,8 +116,7 @@ class Scheduler:
         work: list[Work] = []
         budget = self._step_tokens
         for request in list(self._active):
-            if request.meeting:
-                self._meet(request)
+            self._look_behind(request)
             idle = request.phase is not Phase.RUNNING or request.complete or request.waits
             if idle or not budget:
                 continue
@@ -129,7 +129,31 @@ class Scheduler:
                 break
             if request.phase is Phase.RUNNING:
                 budget -= self._plan(request, budget, work)
+        return work or self.under_loads()
+
+    def under_loads(self) -> list[Work]:
+        """Choose work behind loads that have just begun, for a step that has nothing else to do.
+
+        Their layers land while it computes. Beside other work they come in once the first of
+        them are there.
+        """
+        work: list[Work] = []
+        budget = self._step_tokens
+        for request in list(self._active):
+            if request.layers is None or not budget:
+                continue
+            if request.phase is Phase.LOADING:
+                request.join()
+            if request.under is not None and self._grow(request):
+                budget -= self._plan(request, budget, work)
         return work
+
+    def unsettled(self, work: Sequence[Work]) -> None:
+        """Let requests of a step wait for their loads, which have not settled in its time."""
+        for request in (one.request for one in work if one.current):
+            if request.under is not None:
+                request.void()
+                request.phase = Phase.LOADING
 
     def begin(self) -> list[StateCopy]:
         """Start the loads of the requests just admitted; return the states that others begin with.
@@ -145,13 +169,32 @@ class Scheduler:
                 end = request.barrier + request.landing
                 places = self._pools.load_places(request.table, request.barrier, end)
                 self.connector.load(request.request_id, for_connector(places))
+                request.layers = self.connector.landing(request.request_id)
             elif request.phase is Phase.RUNNING:
                 copies += self._pools.restores(request.table)
             elif self.connector is not None:
                 end = request.computed + request.loading
                 places = self._pools.load_places(request.table, request.computed, end)
                 self.connector.load(request.request_id, for_connector(places))
+                request.layers = self.connector.landing(request.request_id)
         return copies
+
+    def leaving(self, work: Sequence[Work]) -> dict[str, Leaving]:
+        """Offer what a step is about to compute; return what leaves meanwhile, by request.
+
+        Single tokens do not, nor what the table tells after the step only: states, and which
+        blocks before a load a window does not reach.
+        """
+        found: dict[str, Leaving] = {}
+        for one in work:
+            request, count = one.request, len(one.span.tokens) - len(one.drafts)
+            tabled = self._pools.whole or not (self._pools.recurrent or request.loading)
+            if self.connector and request.table and one.current and tabled and count > 1:
+                tokens = request.tokens[: one.span.start + count]
+                name, places = request.request_id, for_connector(request.table.places)
+                left = self.connector.leaving(name, tokens, places, request.identity)
+                found |= {} if left is None else {name: left}
+        return found
 
     def computed(self, work: Work, tokens: int) -> list[StateCopy]:
         """Take note of the tokens of a span that are computed and verified.
@@ -201,7 +244,7 @@ class Scheduler:
             inputs=request.inputs,
         )
         index = request.generated + request.pending
-        work.append(Work(request, span, tuple(drafts), index, request.epoch))
+        work.append(Work(request, span, tuple(drafts), index, request.epoch, request.under))
         request.scheduled = end
         request.pending += end == total
         return len(span.tokens)
@@ -287,6 +330,15 @@ class Scheduler:
             request.barrier, request.landing = match.begin, tokens
             self._admitted[request.request_id] = request
 
+    def _look_behind(self, request: Request) -> None:
+        """See to what comes from behind, and run on behind a load whose first layers are there."""
+        if request.meeting:
+            self._meet(request)
+        elif request.request_id not in self._admitted:  # its load has begun
+            request.wait_behind()
+        if request.phase is Phase.LOADING and request.layers and request.layers.begun():
+            request.join()
+
     def _jump(self, request: Request) -> None:
         """Go on behind the tokens that came from behind, once all before them is computed."""
         if not request.met:
@@ -302,14 +354,17 @@ class Scheduler:
         Windows and states are only right at the end of a load: part of one is nothing.
         """
         valid = min(max(loaded.tokens, 0), request.loading)
-        if not self._pools.whole and valid < request.loading:
+        whole = valid == request.loading
+        if not (self._pools.whole or whole):
             valid = 0
         request.computed += valid
-        request.scheduled = request.computed
-        request.loading = 0
+        if request.phase is Phase.LOADING:
+            request.scheduled = request.computed
+        elif not whole:
+            request.void()  # what it computed behind the load means nothing
+        request.loading, request.layers = 0, None
         request.phase = Phase.RUNNING
-        if not request.generated:
-            request.hits |= _clipped(loaded, valid)
+        request.hit(loaded, valid)
         if request.table is not None and valid:
             self._pools.skip(request.table, request.computed)
             self._pools.trim(request.table, request.computed)
@@ -343,12 +398,3 @@ class Scheduler:
             self._held[request.request_id] = table
         else:
             self._pools.release(table)
-
-
-def _clipped(loaded: Loaded, valid: int) -> dict[str, int]:
-    """Return the tokens by tier, of which there are never more than were valid."""
-    hits: dict[str, int] = {}
-    for tier, tokens in loaded.tiers.items():
-        hits[tier] = min(max(tokens, 0), valid - sum(hits.values()))
-    unnamed = valid - sum(hits.values())
-    return hits | {"unknown": hits.get("unknown", 0) + unnamed} if unnamed else hits

@@ -26,6 +26,7 @@ from kvtier.daemon.mapped import MappedArena
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import HybridConfig, Kind, ModelConfig, Span, random_hybrid
 from kvtier.engine.compute import CpuCompute
+from kvtier.engine.layers import LayerHook
 from kvtier.engine.ranks import RankModel
 from kvtier.engine.runner import Runner
 from kvtier.engine.spans import StateCopy
@@ -101,9 +102,11 @@ class Ranks:
         """What KV the ranks keep, all together."""
         return self.geometry.components
 
-    def forward(self, spans: Sequence[Span], kv: Sequence[torch.Tensor]) -> torch.Tensor:
+    def forward(
+        self, spans: Sequence[Span], kv: Sequence[torch.Tensor], hook: LayerHook | None = None
+    ) -> torch.Tensor:
         """See ``Model``. The pools are the ranks' own; raises OSError when one is gone."""
-        del kv
+        del kv, hook  # copies of ranks are told of as a whole
         step = [(list(each.tokens), each.start, each.tables, each.logits) for each in spans]
         for channel in self.channels:
             channel.send("step", step)

@@ -183,7 +183,7 @@ def half(one: Serving, monkeypatch) -> tuple[int, ...]:
     state = one.engine.kv[FOUR.index(Kind.RECURRENT)]
     nbytes = state[0, 0, 0].numel() * state.element_size()
 
-    def broken(copy, planes, *, into_slot):
+    def broken(copy, *, into_slot):
         if not into_slot and copy.pages.shape[2] == nbytes:
             copy.pages[:, list(copy.blocks)] = 0x42
             raise OSError("the link is down")

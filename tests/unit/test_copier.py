@@ -253,6 +253,10 @@ def shut(rank: Rank, role: Any) -> threading.Event:
     return gate
 
 
+def fence(transfer: Any, component: int, layer: int) -> Any:
+    return transfer.groups[transfer.group(component, layer)]
+
+
 @pytest.mark.parametrize("apart", [False, True])
 def test_a_layers_fence_is_done_once_all_its_planes_are_there(rank: Rank, apart: bool):
     rank.pages.execute(rank.plan(), after=()).result(SECONDS)
@@ -264,18 +268,18 @@ def test_a_layers_fence_is_done_once_all_its_planes_are_there(rank: Rank, apart:
     gate, seen = shut(rank, "load"), []
     transfer = pages.execute(rank.plan("load"), after=())
     assert len(transfer.groups) == 2
-    assert not transfer.fence(0, 0).done()
+    assert not fence(transfer, 0, 0).done()
     gate.set()
     for component, layers in enumerate((3, 2)):
         for layer in range(layers):
-            assert transfer.fence(component, layer).wait(SECONDS)
+            assert fence(transfer, component, layer).wait(SECONDS)
             here = rank.blocks(component, [1, 2, 3, 4])
             planes = len(here) // layers
             some = slice(layer * planes, (layer + 1) * planes)
             seen.append(np.array_equal(here[some], want[component][some]))
     assert all(seen)
-    assert transfer.fence(0, 0) is transfer.fence(1, 0) is not transfer.fence(0, 1)
-    assert transfer.fence(0, 1) is transfer.fence(0, 2) is transfer.fence(1, 1)
+    assert fence(transfer, 0, 0) is fence(transfer, 1, 0) is not fence(transfer, 0, 1)
+    assert fence(transfer, 0, 1) is fence(transfer, 0, 2) is fence(transfer, 1, 1)
 
 
 def test_first_layers_land_while_the_last_are_held_back(rank: Rank):
@@ -292,8 +296,8 @@ def test_first_layers_land_while_the_last_are_held_back(rank: Rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "_copy_all", copy_all)
         transfer = pages.execute(rank.plan("load"), after=())
-        assert transfer.fence(0, 0).wait(SECONDS)
-        assert not transfer.fence(0, 2).done()
+        assert fence(transfer, 0, 0).wait(SECONDS)
+        assert not fence(transfer, 0, 2).done()
         assert not transfer.poll()
         gate.set()
         assert transfer.result(SECONDS).status is CopyStatus.OK

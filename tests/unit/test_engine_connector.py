@@ -113,6 +113,12 @@ class DictConnector:
             if key not in self.store and key not in under_way:
                 self.saves.append([self.delay, request_id, key, block])
 
+    def landing(self, request_id) -> None:
+        """Tell of loads as a whole only."""
+
+    def leaving(self, request_id, tokens, block_ids, identity=None) -> None:
+        """Let nothing leave before the step has counted."""
+
     def computed(self, spans, seconds) -> None:
         assert all(0 <= start < stop for start, stop in spans)
         assert seconds >= 0

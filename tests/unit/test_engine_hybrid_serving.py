@@ -240,6 +240,12 @@ class Halfway:
         assert all(0 <= start < stop for start, stop in spans)
         assert seconds >= 0
 
+    def landing(self, request_id) -> None:
+        pass
+
+    def leaving(self, *offer) -> None:
+        pass
+
     def saving(self, request_id) -> bool:
         return False
 
