@@ -128,10 +128,10 @@ def loads(before: Callable[[], None]) -> Iterator[None]:
     """Do something before each copy into vLLM's blocks, on the thread that copies."""
     real = cpu._copy
 
-    def copy(one: Any, planes: slice, *, into_slot: bool) -> None:
+    def copy(one: Any, *, into_slot: bool) -> None:
         if not into_slot:
             before()
-        real(one, planes, into_slot=into_slot)
+        real(one, into_slot=into_slot)
 
     cpu._copy = copy
     try:
