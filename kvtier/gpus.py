@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["gpu_index", "torch_for_gpu"]
+__all__ = ["gpu_index", "gpu_title", "torch_for_gpu"]
 
 _NAME: Final = re.compile(r"cuda(?::(0|[1-9]\d{0,3}))?")
 
@@ -24,6 +24,14 @@ def gpu_index(device: str) -> int | None:
     if found is None:
         raise ConfigError(f"there is no device {device!r}: give cpu, cuda, or a GPU like cuda:1")
     return int(found[1] or 0)
+
+
+def gpu_title(device: str) -> str:
+    """Return what its maker calls a device that can be used; of the CPU nothing."""
+    index = gpu_index(device)
+    if index is None:
+        return ""
+    return str(torch_for_gpu(index, "").cuda.get_device_properties(index).name)
 
 
 def torch_for_gpu(index: int, otherwise: str) -> Any:

@@ -32,9 +32,9 @@ from kvtier.bench.models import BLOCK_TOKENS, BenchModel, load_model
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.base import Device
 from kvtier.device.chaos import ChaosDevice
-from kvtier.device.cpu import CpuDevice
+from kvtier.device.named import device_named
 from kvtier.device.race import Checked
-from kvtier.engine import Engine, Sampling, plain_prefill
+from kvtier.engine import Engine, Model, Sampling, plain_prefill
 from kvtier.errors import KvtierError, MisuseError
 
 __all__ = ["Arm", "main"]
@@ -100,11 +100,16 @@ class Arm:
             num_blocks=-(-request.tokens // BLOCK_TOKENS) + _SPARE_BLOCKS,
             block_tokens=BLOCK_TOKENS,
             prefix_cache=request.prefix_cache,
+            device=request.device,
         )
-        self._engine.kv[0].fill_(0)  # an engine's pool is resident: no page fault while it is timed
+        if isinstance(self._engine.model, Model):
+            self._loaded = loaded._replace(model=self._engine.model)  # once, where it computes
+        if request.device == "cpu":
+            self._engine.kv[0].fill_(0)  # resident, as an engine's is: no page fault while timed
         if self._cache is not None:
             chaos = request.chaos
-            self._device = CpuDevice() if chaos is None else Checked(ChaosDevice(chaos))
+            named = device_named(request.device)
+            self._device = named if chaos is None else Checked(ChaosDevice(chaos))
             # What a tier takes is the question here, also where it takes longer than computing.
             connector = ReferenceConnector(self._cache, self._engine.kv, self._device, always=True)
             self._engine.connect(connector)
@@ -150,7 +155,7 @@ class Arm:
     def _plain(self, tokens: list[int]) -> PlainTook:
         model = self._model().model
         begin = time.perf_counter()
-        plain_prefill(model, tokens)
+        plain_prefill(model, tokens).cpu()  # so that it is done
         return PlainTook(time.perf_counter() - begin)
 
     def _model(self) -> BenchModel:

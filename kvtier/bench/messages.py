@@ -73,13 +73,14 @@ class Built(_Message, frozen=True):
 class Open(_Message, frozen=True):
     """Make an engine for sequences of `tokens` and, if there are tiers, a cache below it.
 
-    chaos: seed of a chaos device, checked for races, between the two.
+    chaos: seed of a chaos device, checked for races, between the two. device: where both are.
     """
 
     tokens: int
     prefix_cache: bool
     tiers: list[str]
     chaos: int | None = None
+    device: str = "cpu"
 
 
 class Empty(_Message, frozen=True):

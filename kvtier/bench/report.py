@@ -17,6 +17,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvtier.bench.messages import Served
+from kvtier.gpus import gpu_title
 
 __all__ = [
     "ArmReport",
@@ -102,13 +103,14 @@ class ArmReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """What it ran on."""
+    """What it ran on. gpu: that models computed on; empty where that was the CPU."""
 
     cpu: str
     cores: int
     system: str
     python: str
     packages: Mapping[str, str]
+    gpu: str = ""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -254,8 +256,8 @@ def miscounted(arm: ArmReport) -> list[str]:
     return found
 
 
-def machine() -> Machine:
-    """Look at the machine."""
+def machine(device: str = "cpu") -> Machine:
+    """Look at the machine. device: where models compute, as ``check_device`` takes it."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return Machine(
@@ -264,6 +266,7 @@ def machine() -> Machine:
         system=platform.platform(),
         python=platform.python_version(),
         packages={name: version(name) for name in _PACKAGES},
+        gpu=gpu_title(device),
     )
 
 

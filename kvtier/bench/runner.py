@@ -166,7 +166,12 @@ class Bench:
             child, plan = self._children[arm], PLANS[arm]
             child.receive(ModelLoaded)
             tiers = self.tiers(plan.tiers, filled if filled and arm == "lmdb" else arm)
-            child.ask(Open(tokens, plan.prefix_cache, tiers, self.settings.device_chaos), Done)
+            child.ask(self.opening(tokens, tiers, prefix_cache=plan.prefix_cache), Done)
+
+    def opening(self, tokens: int, tiers: list[str], *, prefix_cache: bool = True) -> Open:
+        """Return the message by which an engine is opened, and a cache below it."""
+        settings = self.settings
+        return Open(tokens, prefix_cache, tiers, settings.device_chaos, settings.device)
 
     def empty(self, arm: str) -> None:
         """Empty what lies above the tier that an arm is named after."""
@@ -271,8 +276,7 @@ def _fill(bench: Bench, shape: SharedPrefix) -> tuple[ModelLoaded, list[Group]]:
         bench.start()
         names = [tier for tier in ("lmdb", "s3") if tier in settings.arms]
         tiers = bench.tiers(["dram", *names], "filled")
-        chaos = settings.device_chaos
-        child.ask(Open(tokens, prefix_cache=True, tiers=tiers, chaos=chaos), Done)
+        child.ask(bench.opening(tokens, tiers), Done)
         bench.open(early, whole)
         bench.steps(len(groups))
         bench.spoil()

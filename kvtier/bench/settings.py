@@ -11,6 +11,7 @@ from typing import Final
 from kvtier.bench.bucket import bucket_url
 from kvtier.connectors.vllm_checks import SUPPORTED
 from kvtier.errors import ConfigError, unknown
+from kvtier.gpus import gpu_index, torch_for_gpu
 from kvtier.units import format_seconds
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "SMOLLM2",
     "Settings",
     "check_arms",
+    "check_device",
     "check_engine",
     "check_model",
 ]
@@ -58,7 +60,8 @@ class Settings:
     hand. s3: URL of an existing bucket; None: a server of its own. s3_delay: seconds of
     round-trip time added to that server. device_chaos: seed of the order in which copies are
     done; None: as fast as they can. chaos: the tier whose answers are spoilt, of CHAOTIC; None:
-    of none. engine: what serves, of ENGINES.
+    of none. engine: what serves, of ENGINES. device: where kvtier's own engine computes, see
+    ``check_device``.
     """
 
     arms: tuple[str, ...]
@@ -75,8 +78,11 @@ class Settings:
     device_chaos: int | None = None
     chaos: str | None = None
     engine: str = "kvtier"
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
+        if self.device_chaos is not None and self.device != "cpu":
+            raise ConfigError("--device-chaos is an order of the CPU's copies; leave out --device")
         if "s3" not in self.arms:
             for option, value in (("--s3", self.s3), ("--s3-delay", self.s3_delay)):
                 if value:
@@ -109,6 +115,14 @@ def check_arms(names: Sequence[str]) -> tuple[str, ...]:
     if not names:
         raise ConfigError(f"no arm is named; choose from: {', '.join(ARMS)}")
     return tuple(arm for arm in ARMS if arm in names)
+
+
+def check_device(device: str) -> str:
+    """Return a device's name where it can be used. Asks the driver. Raises ConfigError."""
+    index = gpu_index(device)
+    if index is not None:
+        torch_for_gpu(index, "the CPU is used where --device is left out")
+    return device
 
 
 def check_engine(engine: str) -> None:

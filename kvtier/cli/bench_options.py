@@ -15,6 +15,7 @@ from kvtier.bench.settings import (
     SMOLLM2,
     Settings,
     check_arms,
+    check_device,
     check_engine,
     check_model,
 )
@@ -102,6 +103,17 @@ NO_REUSE: Final = (
 )
 
 
+_DEVICE: Final = (
+    click.option(
+        "--device",
+        default="cpu",
+        show_default=True,
+        metavar="NAME",
+        help="Where the model computes: cpu, cuda, or a GPU like cuda:1.",
+    ),
+)
+
+
 def _shared_options(arms: str, engine: str) -> list[Callable[[F], F]]:
     """Return the options of all workloads. arms: by default."""
     model, models = _MODELS[engine]
@@ -167,6 +179,7 @@ def _shared_options(arms: str, engine: str) -> list[Callable[[F], F]]:
             metavar="FILE",
             help="Write the report there; - is stdout.",
         ),
+        *(_DEVICE if engine == "kvtier" else ()),
         click.option("--output-details", is_flag=True, help="Put every request into the JSON."),
         click.option("-v", "--verbose", is_flag=True, help="Show what the arms' processes log."),
     ]
@@ -183,6 +196,7 @@ def common(arms: str, engine: str = "kvtier") -> Callable[[Callable[..., int]], 
                 arms=check_arms(given.pop("arms").split(",")),
                 model=check_model(given.pop("model"), engine),
                 engine=engine,
+                device=check_device(given.pop("device", "cpu")),
                 dram=None if dram is None else parse_bytes(dram),
                 disk=parse_bytes(given.pop("disk")),
                 s3_delay=parse_seconds(given.pop("s3_delay")),

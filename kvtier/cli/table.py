@@ -87,10 +87,12 @@ def _notes(report: Report) -> list[str]:
         lines.append(f"Requests to the bucket, by what became of them: {met}.")
     threads = report.args["threads"]
     how = f"in {report.engine}, float32" if report.engine else "float32 with KV in bfloat16"
+    here, bound = report.machine, "model and a CPU; it does not show the speed of a GPU."
+    if here.gpu:
+        bound = "model and a GPU that several processes share."
     lines.append(
-        f"{report.model} on {report.machine.cpu}, {threads} torch thread(s), {how}. "
-        "It shows that answers are exact and where the bytes come from, on a small "
-        "model and a CPU; it does not show the speed of a GPU."
+        f"{report.model} on {here.gpu or here.cpu}, {threads} torch thread(s), {how}. "
+        f"It shows that answers are exact and where the bytes come from, on a small {bound}"
     )
     return lines
 

@@ -40,6 +40,8 @@ def refused(capsys, *args):
         (["bench", "shared-prefix", "--prefix-len", "0"], "'--prefix-len'"),
         (["bench", "multi-turn", "--turns", "1"], "'--turns'"),
         (["bench", "shared-prefix", "--device-chaos", "-1"], "'--device-chaos'"),
+        (["bench", "shared-prefix", "--device", "gpu"], "there is no device 'gpu': give cpu, cuda"),
+        (["bench", "vllm", "shared-prefix", "--device", "cpu"], "unknown option '--device'"),
         (["bench", "shared-prefix", "--seed"], "'--seed' requires an argument"),
         (["bench", "shared-prefix", "--dram", "8"], "size '8' has no known unit"),
         (["bench", "shared-prefix", "--s3-delay", "20"], "write it like 20ms"),

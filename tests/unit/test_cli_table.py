@@ -23,8 +23,8 @@ def arm(name: str, ttft: float, **more) -> ArmReport:
     return ArmReport(name=name, **fields | more)
 
 
-def printed(capsys, *arms: ArmReport) -> list[str]:
-    machine = Machine("a processor", 2, "Linux", "3.11", {})
+def printed(capsys, *arms: ArmReport, gpu: str = "") -> list[str]:
+    machine = Machine("a processor", 2, "Linux", "3.11", {}, gpu)
     report = Report(
         workload="shared-prefix",
         model="random",
@@ -47,6 +47,13 @@ def arms() -> list[ArmReport]:
         arm("lmdb", 297.0, disk_read_bytes=380 * mib, claimed_bytes={"lmdb": 379 * mib}),
         arm("s3", 3370.0, s3_sent_bytes=380 * mib, claimed_bytes={"s3": 379 * mib}),
     ]
+
+
+def test_what_it_ran_on_is_named(capsys, arms):
+    assert "random on a processor, 1 torch" in printed(capsys, *arms)[-1]
+    told = printed(capsys, *arms, gpu="a board")[-1]
+    assert "random on a board, 1 torch" in told
+    assert "CPU" not in told
 
 
 def test_tables_are_whole_in_eighty_columns(capsys, arms):
