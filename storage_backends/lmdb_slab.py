@@ -27,23 +27,17 @@ from typing import ClassVar, Final, Self
 from kvtier.clock import Clock, monotonic
 from kvtier.errors import ConfigError, MisuseError, Unavailable, unknown
 from kvtier.identity.record import Header, RecordId
-from kvtier.storage_backends.slab import (
-    PAGE,
-    SLOT_CHARGE,
-    FileIO,
-    Segment,
-    encoded_stride_of,
-    stride_for,
-    stride_of,
-)
+from kvtier.storage_backends.slab import PAGE, SLOT_CHARGE, FileIO, encoded_stride_of, stride_of
+from kvtier.storage_backends.slab_batch import Batch
 from kvtier.storage_backends.slab_directory import SlabDirectory, config_error
 from kvtier.storage_backends.slab_files import SegmentFiles
-from kvtier.storage_backends.slab_ledger import Batch, Ledger, Log
+from kvtier.storage_backends.slab_ledger import Ledger, Log
 from kvtier.storage_backends.slab_recovery import LEAST_BYTES, recover
 from kvtier.storage_backends.slab_repair import purge, verify
 from kvtier.storage_backends.slab_runs import Placed, headers, in_order, readable, runs, unrepeated
 from kvtier.storage_backends.slab_stock import stock
 from kvtier.storage_backends.slab_survey import survey
+from kvtier.storage_backends.slab_writer import Writer
 from kvtier.tiers.stock import Stock
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 from kvtier.tiers.survey import Purged, Survey, Tell, Verdict
@@ -136,6 +130,7 @@ class LmdbSlabStore:
             raise
         self._files = SegmentFiles(self._directory, io)
         self._ledger = Ledger(found, self._files, self._log, clock, wall, synced=synced)
+        self._writer = Writer(self._files, self._ledger, self._log)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -248,103 +243,9 @@ class LmdbSlabStore:
         self._check_usable()
         wrote: list[tuple[Status, Batch | None]] = []
         for lot in unrepeated(records):
-            wrote += self._write(lot)
+            wrote += self._writer.write(lot)
         self._settle([batch for _, batch in wrote])
         return [Status.FAILED if batch and batch.failed else status for status, batch in wrote]
-
-    def _write(self, records: Sequence[Write]) -> list[tuple[Status, Batch | None]]:
-        out: list[tuple[Status, Batch | None]] = [(Status.FAILED, None)] * len(records)
-        left: dict[int, Placed] = {}  # whose slots are nobody's yet
-        try:
-            self._place(records, left, out)
-            for run in runs(left.values()):
-                if len(run) == 1 or not self._fill_run(run, records, left, out):
-                    self._fill_each(run, records, left, out)
-        except BaseException as error:
-            for one in left.values():
-                self._ledger.abandon(one.segment, one.slot, error)
-            raise
-        return out
-
-    def _place(
-        self,
-        records: Sequence[Write],
-        left: dict[int, Placed],
-        out: list[tuple[Status, Batch | None]],
-    ) -> None:
-        """Take a slot for each record that is not there yet."""
-        for at, (header, data) in enumerate(records):
-            stride = stride_for(header)
-            if len(data) < header.stored_bytes or not self._ledger.fits(stride):
-                continue
-            head = header.pack()
-            there, batch = self._ledger.batch_of(header.id, head)
-            if there:
-                out[at] = Status.OK, batch
-                continue
-            try:
-                taken = self._ledger.slot(stride)
-            except (OSError, Unavailable) as error:
-                out[at] = self._unwritten(error)
-                continue
-            if taken is None:
-                out[at] = Status.FULL, None
-            else:
-                left[at] = Placed(at, *taken, head)
-
-    def _fill_run(
-        self,
-        run: Sequence[Placed],
-        records: Sequence[Write],
-        left: dict[int, Placed],
-        out: list[tuple[Status, Batch | None]],
-    ) -> bool:
-        """Write records into adjacent slots; say whether the device took them together."""
-        heads = [one.head for one in run]
-        payloads = [records[one.at].data for one in run]
-        try:
-            self._files.write_run(run[0].segment, run[0].slot, heads, payloads)
-        except OSError:
-            return False
-        for at, segment, slot, head in run:
-            del left[at]
-            try:
-                batch = self._ledger.publish(records[at].header.id, segment, slot, head)
-                out[at] = Status.OK, batch
-            except Unavailable as error:
-                self._ledger.abandon(segment, slot, error)
-                out[at] = self._unwritten(error)
-        return True
-
-    def _fill_each(
-        self,
-        run: Sequence[Placed],
-        records: Sequence[Write],
-        left: dict[int, Placed],
-        out: list[tuple[Status, Batch | None]],
-    ) -> None:
-        for at, segment, slot, head in run:
-            header, data = records[at]
-            del left[at]
-            try:
-                out[at] = Status.OK, self._fill(segment, slot, header.id, head, data)
-            except (OSError, Unavailable) as error:
-                out[at] = self._unwritten(error)
-
-    def _unwritten(self, error: Exception) -> tuple[Status, None]:
-        """Say that a write failed: not for want of room that the removal of records would give."""
-        self._log.warn("a write failed", error)
-        return Status.FAILED, None
-
-    def _fill(
-        self, segment: Segment, slot: int, name: RecordId, head: bytes, data: memoryview
-    ) -> Batch:
-        try:
-            self._files.write(segment, slot, head, data)
-            return self._ledger.publish(name, segment, slot, head)
-        except BaseException as error:
-            self._ledger.abandon(segment, slot, error)
-            raise
 
     def delete_many(self, ids: Sequence[RecordId]) -> list[Status]:
         """Remove records: OK, FAILED or ABSENT. Their slots are free after the next commit."""

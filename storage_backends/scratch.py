@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import mmap
+import operator
 import threading
 from collections.abc import Iterator
+from typing import Final
 
 import numpy as np
 
 from kvtier.storage_backends.slab import PAGE
 
 __all__ = ["Scratch", "ScratchPool", "copy", "is_aligned"]
+
+
+_SIZE: Final = operator.attrgetter("size")
 
 
 class Scratch:
@@ -39,18 +45,26 @@ class ScratchPool:
     @contextlib.contextmanager
     def borrow(self, size: int) -> Iterator[memoryview]:
         """Lend a buffer of `size` bytes, the smallest that is large enough."""
-        with self._guard:
-            fitting = (i for i, idle in enumerate(self._idle) if idle.size >= size)
-            at = next(fitting, None)
-            scratch = None if at is None else self._idle.pop(at)
-        scratch = scratch or Scratch(size)
+        scratch = self.take(size)
         try:
             yield scratch.view[:size]
         finally:
-            with self._guard:
-                self._idle.append(scratch)
-                self._idle.sort(key=lambda idle: idle.size)
-                del self._idle[: -self._limit]
+            self.give(scratch)
+
+    def take(self, size: int) -> Scratch:
+        """Return a buffer of `size` bytes or more, the smallest there is, to be given back."""
+        with self._guard:
+            for at, idle in enumerate(self._idle):
+                if idle.size >= size:
+                    return self._idle.pop(at)
+        return Scratch(size)
+
+    def give(self, scratch: Scratch) -> None:
+        """Take a buffer back."""
+        with self._guard:
+            bisect.insort(self._idle, scratch, key=_SIZE)
+            if len(self._idle) > self._limit:
+                del self._idle[0]
 
 
 def is_aligned(buffer: memoryview) -> bool:

@@ -211,6 +211,10 @@ class Segment:
         else:
             self.free.append(slot)
 
+    def line_up(self) -> None:
+        """Order the free slots, so that those taken after each other are neighbours."""
+        self.free.sort(reverse=True)
+
     def fail(self, slot: int, now: float) -> None:
         """Note that the device failed a slot. now: seconds."""
         _, seconds = self._bad.get(slot, (0.0, _QUARANTINE / 2))

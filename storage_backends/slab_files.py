@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -78,14 +77,13 @@ class SegmentFiles:
                     copy(scratch[at + PAGE : at + PAGE + taken], data[:taken])
                     scratch[at + PAGE + taken : end] = bytes(payload - taken)
                 at = end
-            with self._use(segment) as descriptor:
-                count = self._io.pwrite(descriptor, buffers, segment.offset(first))
+            held = self._hold(segment)
+            try:
+                count = self._io.pwrite(held.descriptor, buffers, segment.offset(first))
+            finally:
+                self._let_go(held)
         if count != segment.stride * len(heads):
             raise OSError(errno.EIO, f"wrote {count} of {segment.stride * len(heads)} bytes")
-
-    def read(self, segment: Segment, slot: int, stored_bytes: int, into: memoryview) -> bytes:
-        """Fill `into` with a record's payload, and return its header page. See read_run."""
-        return self.read_run(segment, slot, [stored_bytes], [into])[0]
 
     def read_run(
         self, segment: Segment, first: int, sizes: Sequence[int], into: Sequence[memoryview]
@@ -109,8 +107,11 @@ class SegmentFiles:
                 if aligned:
                     buffers.append(buffer[:payload])
                 at = end
-            with self._use(segment) as descriptor:
-                count = self._io.pread(descriptor, buffers, segment.offset(first))
+            held = self._hold(segment)
+            try:
+                count = self._io.pread(held.descriptor, buffers, segment.offset(first))
+            finally:
+                self._let_go(held)
             if count != segment.stride * len(sizes):
                 raise OSError(errno.EIO, f"read {count} of {segment.stride * len(sizes)} bytes")
             for at, size, buffer, aligned in zip(starts, sizes, into, direct, strict=True):
@@ -143,8 +144,11 @@ class SegmentFiles:
             raise OSError(errno.EBADF, "the store is closed") from error
 
     def _sync(self, segment: Segment) -> None:
-        with self._use(segment) as descriptor:
-            self._io.fdatasync(descriptor)
+        held = self._hold(segment)
+        try:
+            self._io.fdatasync(held.descriptor)
+        finally:
+            self._let_go(held)
 
     def create(self, segment: Segment) -> None:
         """Make the file of a segment, all allocated; `sweep` removes what a failure leaves."""
@@ -189,8 +193,8 @@ class SegmentFiles:
             self._io.close(descriptor)
         self._syncs.close()
 
-    @contextlib.contextmanager
-    def _use(self, segment: Segment) -> Iterator[int]:
+    def _hold(self, segment: Segment) -> _Open:
+        """Return the open file of a segment, to be let go."""
         with self._guard:
             if self._closed:
                 raise OSError(errno.EBADF, "the store is closed")
@@ -204,14 +208,14 @@ class SegmentFiles:
             surplus = self._surplus()
         for descriptor in surplus:
             self._io.close(descriptor)
-        try:
-            yield held.descriptor
-        finally:
-            with self._guard:
-                held.users -= 1
-                surplus = self._surplus()
-            for descriptor in surplus:
-                self._io.close(descriptor)
+        return held
+
+    def _let_go(self, held: _Open) -> None:
+        with self._guard:
+            held.users -= 1
+            surplus = self._surplus()
+        for descriptor in surplus:
+            self._io.close(descriptor)
 
     def _surplus(self) -> list[int]:
         """Forget, and return to be closed, the idle files that are too many."""

@@ -118,8 +118,14 @@ class Index:
     def find(self, names: Sequence[RecordId]) -> list[Entry | None]:
         """Return the entry of each record, None where there is none."""
         self._check()
-        with self._reading, _failing("cannot be read"), self._env.begin() as txn:
-            found = dict(txn.cursor().getmulti(names))  # no loop in Python
+        try:
+            with self._reading, self._env.begin() as txn:
+                if len(names) == 1:
+                    value = txn.get(names[0])
+                    return [None if value is None else unpack_entry(value)]
+                found = dict(txn.cursor().getmulti(names))  # no loop in Python
+        except lmdb.Error as error:
+            raise Unavailable(f"the index cannot be read: {error}") from error
         return [unpack_entry(found[name]) if name in found else None for name in names]
 
     def page(self, after: RecordId, limit: int) -> Page:

@@ -12,7 +12,6 @@ import errno
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -21,11 +20,12 @@ from kvtier.errors import Unavailable
 from kvtier.events import note
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import NO_ROOM, Segment
+from kvtier.storage_backends.slab_batch import Batch, Known
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_index import Entry, Page
 from kvtier.storage_backends.slab_recovery import Recovered
 
-__all__ = ["Batch", "Ledger", "Log"]
+__all__ = ["Ledger", "Log"]
 
 _logger = logging.getLogger(__name__)
 _LOG_SECONDS: Final = 60.0
@@ -51,25 +51,6 @@ class Log:
             # As text: whoever keeps the record would keep the buffers of the error's traceback.
             _logger.warning("%s", text)
         return text
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """What is committed together.
-
-    since: when it began, in seconds. operations: by name, in order of writing, the entry to put,
-    or None to delete. releases: slots to free afterwards. bytes: of the slots written. cause:
-    why it failed.
-    """
-
-    since: float = 0.0
-    operations: dict[RecordId, Entry | None] = field(default_factory=dict)
-    releases: list[tuple[Segment, int]] = field(default_factory=list)
-    dirty: dict[Segment, None] = field(default_factory=dict)
-    bytes: int = 0
-    settled: bool = False
-    failed: bool = False
-    cause: str = ""
 
 
 class Ledger:
@@ -103,6 +84,7 @@ class Ledger:
         self._committing = threading.Lock()
         self._pending = Batch()
         self._in_commit = Batch()
+        self._commits = 0  # that have ended
         self._disk_full: OSError | None = None  # before the capacity is
 
     # ------------------------------------------------------------------------------------ reading
@@ -159,16 +141,22 @@ class Ledger:
         """Return the entries that no commit has brought into the index yet."""
         return {name: entry for name, entry in self.changes().items() if entry}
 
-    def batch_of(self, name: RecordId, head: bytes) -> tuple[bool, Batch | None]:
-        """Say whether this very record is in force, and with which batch it will be committed."""
+    def look(self, names: Sequence[RecordId], heads: Sequence[bytes]) -> list[Known]:
+        """Say of each record that is to be written what is known of it; names: each once."""
         with self._lock:
-            (entry,) = self._find([name])
-            if entry is None or entry.head != head:
-                return False, None
-            for batch in (self._pending, self._in_commit):
-                if name in batch.operations:
-                    return True, batch
-            return True, None
+            out: list[Known] = []
+            for name, head, indexed in zip(names, heads, self._index.find(names), strict=True):
+                batch = self._batch_of(name)
+                entry = batch.operations[name] if batch else indexed
+                there = entry is not None and entry.head == head
+                out.append(Known(name, there, batch if there else None, indexed, self._commits))
+            return out
+
+    def _batch_of(self, name: RecordId) -> Batch | None:
+        """Return the batch that says what is in force under a name, None where the index does."""
+        if name in self._pending.operations:
+            return self._pending
+        return self._in_commit if name in self._in_commit.operations else None
 
     def _find(self, names: Sequence[RecordId]) -> list[Entry | None]:
         pending, in_commit = self._pending.operations, self._in_commit.operations
@@ -182,29 +170,47 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------ changes
 
-    def publish(self, name: RecordId, segment: Segment, slot: int, head: bytes) -> Batch:
-        """Make a record visible; its payload is written."""
+    def publish(self, segment: Segment, filled: Sequence[tuple[int, bytes, Known]]) -> Batch:
+        """Make records visible: the slot of each, its header, and what was known beforehand.
+
+        Their payloads are written. All of them are visible, or Unavailable is raised.
+        """
         with self._lock:
-            now = int(self._wall() * 1e6)
-            self._sequence = max(self._sequence + 1, min(now, _LATEST))
-            entry = Entry(segment.number, slot, self._sequence, head)
-            batch, _ = self._enter(name, entry)
+            now = min(int(self._wall() * 1e6), _LATEST)
+            olds = [self._replaced(known) for _, _, known in filled]
+            for (slot, head, known), old in zip(filled, olds, strict=True):
+                self._sequence = max(self._sequence + 1, now)
+                self._enter(known.name, Entry(segment.number, slot, self._sequence, head), old)
+                segment.heal(slot)
+            batch = self._pending
             batch.dirty[segment] = None
-            batch.bytes += segment.stride
-            segment.heal(slot)
+            batch.bytes += segment.stride * len(filled)
             return batch
+
+    def _replaced(self, known: Known) -> Entry | None:
+        """Return the entry in force: looked up once more only if there was a commit meanwhile."""
+        batch = self._batch_of(known.name)
+        if batch is not None:
+            return batch.operations[known.name]
+        if known.commits == self._commits:
+            return known.indexed
+        return self._index.find([known.name])[0]
 
     def remove(self, names: Sequence[RecordId]) -> tuple[list[bool], Batch]:
         """Make records invisible; say which there were. Their slots wait for the commit."""
         with self._lock:
-            was = [self._enter(name, None)[1] for name in names]
+            there = dict(zip(names, self._find(names), strict=True))
+            was = []
+            for name in names:
+                old = there.pop(name, None)
+                was.append(old is not None)
+                if old is not None:
+                    self._enter(name, None, old)
             return was, self._pending
 
-    def _enter(self, name: RecordId, entry: Entry | None) -> tuple[Batch, bool]:
-        (old,) = self._find([name])
+    def _enter(self, name: RecordId, entry: Entry | None, old: Entry | None) -> None:
+        """Let an entry, or None, be in force in place of `old`."""
         batch = self._pending
-        if entry is None and old is None:
-            return batch, False
         if not batch.operations:
             batch.since = self._clock()
         batch.operations.pop(name, None)  # the order of operations is the order of writes
@@ -212,7 +218,6 @@ class Ledger:
         segment = self._slabs.segments.get(old.segment) if old else None
         if old and segment:
             batch.releases.append((segment, old.slot))
-        return batch, old is not None
 
     def abandon(self, segment: Segment, slot: int, error: BaseException) -> None:
         """Give back a slot that was taken and not published, for that reason."""
@@ -253,6 +258,7 @@ class Ledger:
         finally:
             with self._lock:
                 self._in_commit = Batch()
+                self._commits += 1
                 batch.failed = failed  # not before: a writer that does not wait may look meanwhile
                 if unsynced:
                     self._withdraw_later(batch)
@@ -261,6 +267,8 @@ class Ledger:
                 else:
                     for segment, slot in batch.releases:
                         segment.release(slot)
+                    for segment in dict(batch.releases):
+                        segment.line_up()
                 batch.settled = True
 
     def _withdraw_later(self, batch: Batch) -> None:
@@ -292,6 +300,14 @@ class Ledger:
         pending.since = self._clock()
 
     # ---------------------------------------------------------------------------------------- room
+
+    def slots(self, stride: int, count: int) -> list[tuple[Segment, int]]:
+        """Return up to `count` slots, those that are free at once: neighbours where there are."""
+        taken: list[tuple[Segment, int]] = []
+        with self._lock:
+            while len(taken) < count and (one := self._slabs.take(stride, self._clock())):
+                taken.append(one)
+        return taken
 
     def slot(self, stride: int) -> tuple[Segment, int] | None:
         """Return a slot, removing no record; None if there is no room before one is removed.

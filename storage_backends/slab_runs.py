@@ -17,8 +17,9 @@ from kvtier.tiers.store import Status, Write
 __all__ = ["Placed", "headers", "in_order", "readable", "runs", "unrepeated"]
 
 _PAGE: Final = 4096
-_MOST_BYTES: Final = 2 << 20
-"""Of a run. Larger parts reach the device's speed one by one, on several threads."""
+_MOST_BYTES: Final = 4 << 20
+"""Of a run, and 1,024 buffers: two for each record of two pages. Larger parts reach the device's
+speed one by one, on several threads."""
 
 
 class Placed(NamedTuple):
@@ -33,13 +34,17 @@ class Placed(NamedTuple):
 def runs(placed: Iterable[Placed]) -> Iterator[list[Placed]]:
     """Yield the records in groups: one record, or several of adjacent slots, by slot."""
     run: list[Placed] = []
-    for one in sorted(placed, key=lambda one: (one.segment.number, one.slot)):
+    for one in sorted(placed, key=_where):
         if run and not _follows(one, run):
             yield run
             run = []
         run.append(one)
     if run:
         yield run
+
+
+def _where(one: Placed) -> tuple[int, int]:
+    return one.segment.number, one.slot
 
 
 def _follows(one: Placed, run: Sequence[Placed]) -> bool:

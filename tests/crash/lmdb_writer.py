@@ -16,13 +16,17 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
-from kvtier.storage_backends.slab import FileIO, Segment
+from kvtier.storage_backends.slab import FileIO
+from kvtier.storage_backends.slab_batch import Batch, Known
 from kvtier.storage_backends.slab_index import Index
-from kvtier.storage_backends.slab_ledger import Batch, Ledger
+from kvtier.storage_backends.slab_ledger import Ledger
+from kvtier.storage_backends.slab_runs import Placed
+from kvtier.storage_backends.slab_writer import Writer
 from kvtier.testing.records import make_record
 from kvtier.tiers.store import Status, Write
 
@@ -86,29 +90,33 @@ class SteppingStore(LmdbSlabStore):
     """The store, with its guards."""
 
 
-class PublishFirst(LmdbSlabStore):
+class PublishFirst(Writer):
     """Without a guard: a record is in the index before its payload is on the disk."""
 
-    def _fill(
-        self, segment: Segment, slot: int, name: bytes, head: bytes, data: memoryview
-    ) -> Batch:
-        batch = self._ledger.publish(name, segment, slot, head)
-        self._ledger.commit(batch)
-        self._files.write(segment, slot, head, data)
+    def fill(self, one: Placed, known: Known, data: memoryview) -> Batch:
+        batch = self.ledger.publish(one.segment, [(one.slot, one.head, known)])
+        self.ledger.commit(batch)
+        self.files.write(one.segment, one.slot, one.head, data)
         return batch
 
 
-class OverwriteLive(LmdbSlabStore):
+class OverwriteLive(Writer):
     """Without a guard: a record is replaced in its own slot."""
 
-    def _fill(
-        self, segment: Segment, slot: int, name: bytes, head: bytes, data: memoryview
-    ) -> Batch:
-        (old,) = self._ledger.find([name])
-        live = old and self._ledger._slabs.segments.get(old.segment)
-        if old and live and live.stride == segment.stride:
-            self._files.write(live, old.slot, head, data)
-        return super()._fill(segment, slot, name, head, data)
+    def fill(self, one: Placed, known: Known, data: memoryview) -> Batch:
+        (old,) = self.ledger.find([known.name])
+        live = old and self.ledger._slabs.segments.get(old.segment)
+        if old and live and live.stride == one.segment.stride:
+            self.files.write(live, old.slot, one.head, data)
+        return super().fill(one, known, data)
+
+
+class WithoutGuard(SteppingStore):
+    """A store with another writer."""
+
+    def __init__(self, writer: type[Writer], *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._writer = writer(self._files, self._ledger, self._log)
 
 
 class FreeFirst(LmdbSlabStore):
@@ -121,7 +129,8 @@ class FreeFirst(LmdbSlabStore):
         statuses = self.contains_many(ids)
         with self._ledger._lock:
             for name in ids:
-                self._ledger._enter(name, None)
+                (old,) = self._ledger._find([name])
+                self._ledger._enter(name, None, old)
             for segment, slot in self._ledger._pending.releases:
                 segment.release(slot)
             self._ledger._pending.releases.clear()
@@ -130,8 +139,8 @@ class FreeFirst(LmdbSlabStore):
 
 GUARDS = {
     "all": SteppingStore,
-    "publish-first": PublishFirst,
-    "overwrite-live": OverwriteLive,
+    "publish-first": functools.partial(WithoutGuard, PublishFirst),
+    "overwrite-live": functools.partial(WithoutGuard, OverwriteLive),
     "free-first": FreeFirst,
 }
 

@@ -23,7 +23,7 @@ from msgspec import structs
 from kvtier.errors import ConfigError, Unavailable
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import FileIO
-from kvtier.storage_backends.slab_ledger import Batch
+from kvtier.storage_backends.slab_batch import Batch
 from kvtier.testing.records import make_record
 from kvtier.tiers.store import Status, Write
 

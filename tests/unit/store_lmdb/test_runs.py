@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
 from kvtier.storage_backends import slab_runs
 from kvtier.storage_backends.slab import FileIO, Segment
+from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.storage_backends.slab_runs import Placed, runs
 from kvtier.testing.records import aligned, fetch, is_exact, make_record
 from kvtier.tiers.store import Read, Status, Store, Write
@@ -80,7 +81,82 @@ def test_a_run_is_bounded() -> None:
     placed = [Placed(at, large, at, b"") for at in range(3)]
     placed += [Placed(3 + at, small, at, b"") for at in range(900)]
     lengths = [len(run) for run in runs(placed)]
-    assert lengths == [2, 1, 256, 256, 256, 132]  # 2 MiB; 1,024 buffers are the system's limit
+    assert lengths == [3, 512, 388]  # 4 MiB; 1,024 buffers are the system's limit
+
+
+def writes_of_pairs(opened: Any) -> int:
+    """Free six neighbours of a full segment in disorder; return the calls that three pairs take."""
+    store, io = opened_for_runs(opened)
+    store.write_many([make_record(0, SIZE)])
+    (segment,) = store._ledger._slabs.segments.values()
+    records = [make_record(number, SIZE) for number in range(segment.slots)]
+    assert set(store.write_many(records)) == {OK}
+    store.delete_many([records[number].header.id for number in (13, 10, 15, 11, 14, 12)])
+    store._ledger.commit(store._ledger.pending)
+    io.writes = 0
+    for number in (100, 102, 104):
+        pair = [make_record(number, SIZE), make_record(number + 1, SIZE)]
+        assert store.write_many(pair) == [OK, OK]
+    assert not segment.free
+    return io.writes
+
+
+def test_slots_that_were_freed_in_any_order_are_taken_as_neighbours(opened: Any) -> None:
+    assert writes_of_pairs(opened) == 3
+
+
+def test_twin_in_the_order_of_their_release_they_would_be_strewn(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Segment, "line_up", lambda _: None)
+    assert writes_of_pairs(opened) == 6
+
+
+class Between(FileIO):
+    """Does something else once, when a payload has been written and is not published yet."""
+
+    also: Callable[[], object] | None = None
+
+    def pwrite(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        count = super().pwrite(descriptor, buffers, offset)
+        also, self.also = self.also, None
+        if also:
+            also()
+        return count
+
+
+def overtaken(opened: Any) -> tuple[Any, int]:
+    """Write a record twice at once, the second committed before the first is published.
+
+    Returns the store, and how many of its slots are free.
+    """
+    io = Between()
+    store = opened(64 * MIB, io=io)
+    one, two = make_record(1, SIZE), make_record(1, SIZE, version=1)
+
+    def other() -> None:
+        assert store.write_many([two]) == [OK]
+        store._ledger.commit(store._ledger.pending)
+
+    io.also = other
+    assert store.write_many([one]) == [OK]
+    store._ledger.commit(store._ledger.pending)
+    read, buffer = fetch(store, one.header.id, SIZE)
+    assert is_exact(read, buffer)
+    assert bytes(buffer[:SIZE]) == bytes(one.data[:SIZE])
+    return store, sum(s.slots - len(s.free) for s in store._ledger._slabs.segments.values())
+
+
+def test_what_another_call_committed_meanwhile_is_replaced(opened: Any) -> None:
+    """What was known of a name is asked anew after a commit: its slot is freed."""
+    assert overtaken(opened)[1] == 1
+
+
+def test_twin_what_was_known_before_would_lose_a_slot(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Ledger, "_replaced", lambda _, known: known.indexed)
+    assert overtaken(opened)[1] == 2
 
 
 def test_a_bad_slot_spoils_no_other_of_its_run(opened: Any) -> None:

@@ -1,0 +1,45 @@
+"""What is committed to the index together, and what is known of a name before it is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtier.identity.record import RecordId
+from kvtier.storage_backends.slab import Segment
+from kvtier.storage_backends.slab_index import Entry
+
+__all__ = ["Batch", "Known"]
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """What is committed together.
+
+    since: when it began, in seconds. operations: by name, in order of writing, the entry to put,
+    or None to delete. releases: slots to free afterwards. bytes: of the slots written. cause:
+    why it failed.
+    """
+
+    since: float = 0.0
+    operations: dict[RecordId, Entry | None] = field(default_factory=dict)
+    releases: list[tuple[Segment, int]] = field(default_factory=list)
+    dirty: dict[Segment, None] = field(default_factory=dict)
+    bytes: int = 0
+    settled: bool = False
+    failed: bool = False
+    cause: str = ""
+
+
+class Known(NamedTuple):
+    """What a look-up found of a name that is to be written.
+
+    there: this very record is in force, and with `batch`, if any, it will be committed. indexed:
+    what the index has, after so many commits: true until the next one.
+    """
+
+    name: RecordId
+    there: bool
+    batch: Batch | None
+    indexed: Entry | None
+    commits: int
