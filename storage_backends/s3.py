@@ -15,18 +15,19 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
-from kvtier.clock import monotonic
 from kvtier.errors import ConfigError, Corrupt, Unavailable
-from kvtier.events import Causes, Reporter
+from kvtier.events import Causes
 from kvtier.identity.record import HEADER_BYTES, Header, RecordId
-from kvtier.seams import IoPool
-from kvtier.storage_backends.s3_get import Answer, Getter
+from kvtier.seams import Future
+from kvtier.storage_backends.s3_batch import Batches
+from kvtier.storage_backends.s3_get import Getter, bucket_url, sender_for
 from kvtier.storage_backends.s3_medium import S3Medium
+from kvtier.storage_backends.s3_send import Answer
 from kvtier.storage_backends.s3_service import (
     ABSENT_CODES,
     PRICES,
@@ -34,9 +35,7 @@ from kvtier.storage_backends.s3_service import (
     BrokenError,
     Place,
     Settings,
-    cause_of,
     connect,
-    count_requests,
     error_code,
     explain,
     object_name,
@@ -45,9 +44,6 @@ from kvtier.storage_backends.s3_service import (
     parse_location,
     parse_timeout,
     record_of,
-    refused,
-    silence,
-    status_of,
     weather,
 )
 from kvtier.storage_backends.scratch import copy
@@ -55,14 +51,12 @@ from kvtier.tiers.store import Capabilities, Option, Read, Span, Status, Write
 
 __all__ = ["S3Store"]
 
-T = TypeVar("T")
 A = TypeVar("A")
-_report = Reporter(monotonic)
 
 _RANGE: Final = 4 << 20  # payload bytes a GET; a request costs about what 1 MiB of payload does,
 _TAIL: Final = 2 << 20  # so that a rest of less than this joins the range before it
 _IN_FLIGHT: Final = 16  # requests of this process at once, and connections kept
-_SLOWEST: Final = 4.0  # read timeouts that the body of one range may take
+_GATHER_SECONDS: Final = 3e-4  # in which the other records of a fetch are asked for, too
 _LOOK_FIRST: Final = 1 << 20  # a PUT of more bytes is worth a look whether it is there already
 _SCAN_BATCH: Final = 256  # headers asked for before the first of them is yielded
 
@@ -91,25 +85,20 @@ class S3Store:
             "read_timeout": Option(parse_timeout, 5.0, "longest silence of the server"),
         }
     )
-    THREADS: ClassVar[int] = 8
+    THREADS: ClassVar[int] = 16
     prices: ClassVar[Mapping[str, float]] = PRICES
     ALIGNMENT: ClassVar[int] = 1
 
     def __init__(self, client: Any, place: Place, settings: Settings) -> None:
-        self.causes = Causes()
+        self.causes, self.requests = Causes(), Causes()
         self._client = client
         self._place = place
-        self.requests = Causes()
-        self._getter = Getter(
-            client,
-            place,
-            (settings.connect_timeout, settings.read_timeout),
-            _IN_FLIGHT + self.THREADS,
-            _SLOWEST * settings.read_timeout,
-            self.requests,
+        self._sender = sender_for(
+            bucket_url(client, place.bucket), settings, _IN_FLIGHT + self.THREADS, self.requests
         )
-        count_requests(client, self.requests)
-        self._pool = IoPool("s3", _IN_FLIGHT)
+        self._getter = Getter(client, place, self._sender)
+        self._sender.serve(client)
+        self._batches = Batches(f"s3://{place.bucket}", _IN_FLIGHT, self.causes)
         self._lock, self._reading = threading.Lock(), 0  # records
 
     @classmethod
@@ -119,22 +108,26 @@ class S3Store:
         place = parse_location(location)
         settings = Settings.read(options, cls.OPTIONS)
         bad: tuple[type[Exception], ...] = (*weather(), ValueError)
-        client: Any = None
+        client = store = None
         try:
-            client = connect(settings, connections=_IN_FLIGHT + cls.THREADS)
+            client = connect(settings)
+            store = cls(client, place, settings)
             client.list_objects_v2(Bucket=place.bucket, Prefix=place.prefix, MaxKeys=1)
-        except bad as error:
-            if client is not None:
-                client.close()
+        except BaseException as error:
+            for each in (store, client):
+                if each is not None:
+                    each.close()
+            if not isinstance(error, bad):
+                raise
             raise ConfigError(
                 f"cannot use s3://{place.bucket}: {explain(error, settings)}"
             ) from error
-        return cls(client, place, settings)
+        return store
 
     @property
     def capabilities(self) -> Capabilities:
-        """Durable, shared and ranged. The Tier counts the bytes."""
-        return Capabilities(durable=True, shared=True, ranged=True)
+        """Durable, shared and ranged; calls end by their Deadline. The Tier counts the bytes."""
+        return Capabilities(durable=True, shared=True, ranged=True, deadlines=True)
 
     def footprint(self, stored_bytes: int) -> int:
         """Return the size of the object in bytes."""
@@ -142,7 +135,7 @@ class S3Store:
 
     def contains_many(self, ids: Sequence[RecordId]) -> list[Status]:
         """See Store. One ranged GET of a header each, in parallel."""
-        found = self._settle(self._attempt(self._header, ids, self._pool.map))
+        found = self._settled(self._header, ids)
         # What is not whole is not there.
         return [Status.ABSENT if status is Status.CORRUPT else status for status in found]
 
@@ -151,11 +144,11 @@ class S3Store:
         jobs = [_Job(name, buffer, []) for name, buffer in zip(ids, into, strict=True)]
         self._count(len(jobs))
         try:
-            results: list[Header | Exception] = self._attempt(self._lead, jobs, self._pool.map)
+            results: list[Header | Exception] = self._batches.attempt(self._lead, jobs)
         finally:
             self._count(-len(jobs))
             # The buffers are the caller's again only when every range has ended.
-            errors = [[error for each in job.others if (error := each.exception())] for job in jobs]
+            errors = [list(filter(None, self._batches.ended(job.others))) for job in jobs]
         for place, late in enumerate(errors):
             for error in late:
                 if not isinstance(error, weather()):
@@ -163,20 +156,20 @@ class S3Store:
                 results[place] = error
         return [
             Read(status, result if isinstance(result, Header) else None)
-            for status, result in zip(self._settle(results), results, strict=True)
+            for status, result in zip(self._batches.settle(results), results, strict=True)
         ]
 
     def read_spans(self, spans: Sequence[Span]) -> list[Status]:
         """See SpanStore. One ranged GET each, in parallel."""
-        return self._settle(self._attempt(self._span, spans, self._pool.map))
+        return self._settled(self._span, spans)
 
     def write_many(self, records: Sequence[Write]) -> list[Status]:
         """See Store. One after the other, so that ancestors are there before what needs them."""
-        return self._settle(self._attempt(self._put, records, _in_order))
+        return self._settled(self._put, records, in_order=True)
 
     def delete_many(self, ids: Sequence[RecordId]) -> list[Status]:
         """See Store. S3 does not say whether a deleted object was there, so it is asked first."""
-        return self._settle(self._attempt(self._delete, ids, self._pool.map))
+        return self._settled(self._delete, ids)
 
     def scan(self) -> Iterator[Header]:
         """See Store. Oldest write first; holds about 90 bytes a record while it runs."""
@@ -195,16 +188,16 @@ class S3Store:
         listed.sort()
         for start in range(0, len(listed), _SCAN_BATCH):
             names = [entry[8:] for entry in listed[start : start + _SCAN_BATCH]]
-            results = self._attempt(self._header, names, self._pool.map)
-            self._settle(results)
+            results = self._batches.attempt(self._header, names)
+            self._batches.settle(results)
             yield from (result for result in results if isinstance(result, Header))
 
     def medium(self) -> S3Medium:
         """See Collectable."""
 
         def headers(ids: Sequence[RecordId]) -> list[Header | Status]:
-            results = self._attempt(self._header, ids, self._pool.map)
-            both = zip(results, self._settle(results), strict=True)
+            results = self._batches.attempt(self._header, ids)
+            both = zip(results, self._batches.settle(results), strict=True)
             return [one if isinstance(one, Header) else status for one, status in both]
 
         read = (headers, self.read_spans)
@@ -213,9 +206,14 @@ class S3Store:
 
     def close(self) -> None:
         """Let calls under way finish, and end threads and connections. Idempotent."""
-        self._pool.close()
-        self._getter.close()
+        self._batches.close()
+        self._sender.close()
         self._client.close()
+
+    def _settled(
+        self, call: Callable[[A], object], items: Sequence[A], *, in_order: bool = False
+    ) -> list[Status]:
+        return self._batches.settle(self._batches.attempt(call, items, in_order=in_order))
 
     # ------------------------------------------------------------------------------- one record
 
@@ -237,7 +235,7 @@ class S3Store:
             start = first
             while start < size:
                 rest = into[start : (stop := _stop(start, size, step))]
-                others.append(self._pool.submit(self._follow, name, answer.etag, start, rest))
+                others.append(self._batches.submit(self._follow, name, answer.etag, start, rest))
                 start = stop
             answer.fill(into[: min(first, size)])
         return header
@@ -248,9 +246,9 @@ class S3Store:
 
     def _step(self, size: int) -> int:
         """Return the bytes of a range: requests cost CPU, so no more than are in flight."""
-        if self._reading >= self.THREADS:
-            return max(size, _RANGE)
-        most = _IN_FLIGHT // max(self._reading, 1)
+        if size > _RANGE + _TAIL and self._reading < _IN_FLIGHT:
+            time.sleep(_GATHER_SECONDS)
+        most = max(_IN_FLIGHT // max(self._reading, 1), 1)
         return max(-(-size // most), _RANGE)
 
     def _follow(self, name: RecordId, etag: str, start: int, into: memoryview) -> None:
@@ -343,46 +341,6 @@ class S3Store:
     def _id_of(self, key: str) -> RecordId | None:
         return record_of(key.removeprefix(self._place.prefix))
 
-    # ------------------------------------------------------------------------------ one batch
-
-    def _attempt(
-        self,
-        call: Callable[[A], T],
-        items: Iterable[A],
-        run: Callable[[Callable[[A], T | Exception], Iterable[A]], list[T | Exception]],
-    ) -> list[T | Exception]:
-        """Run `call` on each item and return what came of it: a result or the error.
-
-        Once the server has left a request unanswered, what was not tried yet is not tried: a
-        batch waits for a dead server about once, not once a record.
-        """
-        silent: list[Exception] = []
-
-        def attempt(item: A) -> T | Exception:
-            if silent:
-                return silent[0]
-            try:
-                return call(item)
-            except weather() as error:
-                if isinstance(error, silence()):
-                    silent.append(error)
-                return error
-
-        return run(attempt, items)
-
-    def _settle(self, results: Sequence[object]) -> list[Status]:
-        """Return the status of each result. Raises Unavailable if the medium refused them all."""
-        errors = [result for result in results if isinstance(result, Exception)]
-        for error in errors:
-            if not isinstance(error, AbsentError):
-                self.causes.note(cause_of(error))
-        if errors and len(errors) == len(results) and all(map(refused, errors)):
-            raise Unavailable(f"s3://{self._place.bucket}: {explain(errors[0])}") from errors[0]
-        for error in errors:
-            if not isinstance(error, AbsentError):
-                _report.warn(f"s3://{self._place.bucket}", explain(error))
-        return [status_of(result) for result in results]
-
 
 class _Job(NamedTuple):
     """A record to read, and the ranges of it that follow the first."""
@@ -394,7 +352,3 @@ class _Job(NamedTuple):
 
 def _stop(start: int, size: int, step: int) -> int:
     return size if size - start < step + _TAIL else start + step
-
-
-def _in_order(call: Callable[[A], T], items: Iterable[A]) -> list[T]:
-    return [call(item) for item in items]

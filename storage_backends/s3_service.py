@@ -10,7 +10,6 @@ from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
 from kvtier.errors import ConfigError, Corrupt, StoreError, unknown
-from kvtier.events import Causes
 from kvtier.identity.record import RecordId
 from kvtier.tiers.store import Option, Status
 from kvtier.units import parse_seconds
@@ -21,11 +20,11 @@ __all__ = [
     "PRICES",
     "AbsentError",
     "BrokenError",
+    "LateError",
     "Place",
     "Settings",
     "cause_of",
     "connect",
-    "count_requests",
     "error_code",
     "explain",
     "object_name",
@@ -40,7 +39,6 @@ __all__ = [
     "weather",
 ]
 
-_ATTEMPTS: Final = 2  # a Tier has a breaker; more tries here would only hold its threads
 _KEY_HEX: Final = 64  # characters of a name that are the chunk key; the part follows a dash
 _NAME: Final = re.compile(r"([0-9a-f]{64})-([0-9a-f]{20})")
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -82,6 +80,10 @@ class AbsentError(StoreError):
 
 class BrokenError(StoreError):
     """An answer that is short, late or not what was asked for; the object may be sound."""
+
+
+class LateError(StoreError):
+    """The time that the batch was given is over; that says nothing of the object."""
 
 
 class Place(NamedTuple):
@@ -178,8 +180,8 @@ def record_of(text: str) -> RecordId | None:
     return bytes.fromhex(found[1] + found[2]) if found else None
 
 
-def connect(settings: Settings, connections: int) -> Any:
-    """Return a client that keeps up to `connections`; nothing is sent yet."""
+def connect(settings: Settings) -> Any:
+    """Return a client; nothing is sent yet."""
     # boto3 takes a third of a second to import: only who uses this tier pays.
     import boto3
     from botocore.config import Config
@@ -198,8 +200,7 @@ def connect(settings: Settings, connections: int) -> Any:
             config=Config(
                 connect_timeout=connect_timeout,
                 read_timeout=read_timeout,
-                max_pool_connections=connections,
-                retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
+                retries={"total_max_attempts": 1},  # what is tried again, Sender does
                 request_checksum_calculation="when_required",
                 response_checksum_validation="when_required",
                 s3=own,
@@ -213,18 +214,6 @@ def connect(settings: Settings, connections: int) -> Any:
     if not plain and not client.meta.endpoint_url.startswith("https:"):
         client = build(sign_payload=True)
     return client
-
-
-def count_requests(client: Any, counts: Causes) -> None:
-    """Count all that a client sends from now on, tries included, by the kind that is paid for."""
-
-    def sent(request: Any, **_: object) -> None:
-        kind = request.method
-        if kind == "GET" and "list-type=" in request.url:
-            kind = "LIST"
-        counts.note("DELETE" if kind == "POST" else kind)  # many are deleted by a POST
-
-    client.meta.events.register("before-send.s3", sent)
 
 
 # --------------------------------------------------------------------------- what an error means
@@ -290,6 +279,8 @@ def cause_of(error: Exception) -> str:
     """Return a word or two for an error, of which there are few: a metric has one row for each."""
     if isinstance(error, Corrupt):
         return "corrupt"
+    if isinstance(error, LateError):
+        return "late"
     from botocore.exceptions import IncompleteReadError, ResponseStreamingError
     from botocore.parsers import ResponseParserError
 

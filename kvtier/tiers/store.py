@@ -84,6 +84,7 @@ class Capabilities:
     durable: survives the process. shared: other hosts see it. self_evicting: records may vanish
     by themselves. conditional_put: writes only if absent, atomically. ranged: reads part of a
     record. bounded: holds its own capacity in bytes and answers FULL; otherwise the Tier counts.
+    deadlines: a call ends by the Deadline of its batch, see the Store.
     overhead: bytes of the capacity that it takes for itself, besides the records' footprints.
     """
 
@@ -93,6 +94,7 @@ class Capabilities:
     conditional_put: bool = False
     ranged: bool = False
     bounded: bool = False
+    deadlines: bool = False
     overhead: int = 0
 
 

@@ -258,7 +258,7 @@ def test_requests_are_counted_by_kind_as_the_server_counts_them(store, s3_server
 )
 def test_buckets_are_addressed_by_path_or_by_host(endpoint, style, url):
     settings = Settings("eu-central-1", endpoint, style, 1.0, 1.0)
-    client = connect(settings, connections=1)
+    client = connect(settings)
     store = S3Store(client, Place("bucket", "p/x/"), settings)
     assert store._getter._url == url
     store.close()

@@ -142,7 +142,7 @@ def test_the_payload_is_unsigned_over_tls_only(monkeypatch, endpoint, signed):
     ):
         monkeypatch.setenv("AWS_ENDPOINT_URL", f"{endpoint}://localhost:9")
         monkeypatch.setenv("AWS_REGION", "us-east-1")
-        client = connect(settings, connections=1)
+        client = connect(settings)
         assert client.meta.config.s3["payload_signing_enabled"] is signed
         client.close()
 

@@ -19,7 +19,7 @@ FUNCTION_LINES = 70
 
 # The floors, lowest first. A module imports its own floor and those below.
 FLOORS = [
-    "errors checks units clock events metrics seams cost cut gpus",
+    "errors checks units clock deadline events metrics seams cost cut gpus",
     "identity",
     "codecs",
     "memory",
