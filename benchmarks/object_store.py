@@ -220,16 +220,16 @@ def look_up(cache: kvtier.Cache, proxy: FarProxy, tokens: Any, found: Found) -> 
     contains, read = tier.contains, tier.read
     ended = 0.0
 
-    async def counted(names: Sequence[bytes]) -> list[Status]:
+    async def counted(names: Sequence[bytes], *rest: Any) -> list[Status]:
         asked.append(len(names))
-        return await contains(names)
+        return await contains(names, *rest)
 
-    async def read_begins(wanted: Sequence[Wanted]) -> Any:
+    async def read_begins(wanted: Sequence[Wanted], *rest: Any) -> Any:
         nonlocal ended
         if not done.is_set():
             ended = time.perf_counter()
             done.set()
-        return await read(wanted)
+        return await read(wanted, *rest)
 
     tier.contains, tier.read = counted, read_begins
     before = proxy.requests

@@ -1,8 +1,8 @@
 """Until when whoever asked for a batch of a Store's calls waits for it.
 
 A Tier says it for the thread that works on the batch, and a Store asks for it by ``current``: so
-the verbs are the same for a Store that has no use for it. A Store that starts threads of its own
-hands the Deadline on to them, by ``under``.
+the verbs are the same for a Store that has no use for it. What is submitted to an IoPool has the
+Deadline of whoever submits it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Iterator
 
-__all__ = ["Deadline", "current", "under"]
+__all__ = ["NEVER", "Deadline", "current", "under"]
 
 
 class Deadline:

@@ -24,6 +24,7 @@ from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
 from kvtier.catalog.sweep import Sweeper
 from kvtier.clock import Clock
+from kvtier.deadline import Deadline
 from kvtier.errors import MisuseError
 from kvtier.events import Reporter
 from kvtier.identity.record import RecordId, checksum, split_record_id
@@ -41,6 +42,7 @@ _log = logging.getLogger("kvtier")
 _HASH_THREADS: Final = 1
 _EXPIRE_SECONDS: Final = 0.25
 _MOST_KNOWN: Final = 1 << 19  # parts of a shared tier, of some hundred bytes each in the index
+_ASK_SECONDS: Final = 1.0  # that a look-up has, though its fetch has less: the next has the answer
 _ENDS: Final = 32  # chunks before the end of a prefix, where windows and states are looked for
 
 
@@ -76,7 +78,7 @@ class Moves:
         self.sweeper = Sweeper(catalog, tiers, strays, clock)
         self._strays = strays
         self._tiers = tiers
-        self._fetcher = Fetcher(catalog, arena, tiers, strays)
+        self._fetcher = Fetcher(catalog, arena, tiers, strays, clock)
         self._spillers = {
             number: Spiller(catalog, arena, number, tier, metrics, strays[number], clock)
             for number, tier in tiers.items()
@@ -253,13 +255,14 @@ class Moves:
         False when they have not answered in time, or have nothing. A late answer is taken all
         the same: the next match knows it.
         """
-        asking = asyncio.create_task(self._ask(prefix, known), name="ask")
+        deadline = Deadline(self._clock() + max(seconds, _ASK_SECONDS))
+        asking = asyncio.create_task(self._ask(prefix, known, deadline), name="ask")
         self._asking.add(asking)  # the loop itself keeps only a weak reference
         asking.add_done_callback(self._asking.discard)
         await asyncio.wait((asking,), timeout=seconds)
         return asking.done() and asking.result()
 
-    async def _ask(self, prefix: Prefix, known: int) -> bool:
+    async def _ask(self, prefix: Prefix, known: int, deadline: Deadline) -> bool:
         """Index what a shared tier says it has of a prompt; say whether it has anything."""
         shape = prefix.shape
         stop = min(-(-prefix.limit // shape.chunk_tokens), len(prefix.names))
@@ -271,11 +274,11 @@ class Moves:
                 orders = [tier.longest_order(shape.nbytes[at]) for at in places]
                 for order in dict.fromkeys(orders):  # parts of one grid are looked up together
                     some = [at for at, one in zip(places, orders, strict=True) if one == order]
-                    found = await self._search(prefix, known, found, number, some)
+                    found = await self._search(prefix, known, found, number, some, deadline)
                 if found > known:
                     parts = [prefix.part(c, at) for c in range(known, found) for at in places]
                     self._note(parts, number, withdrawn)
-                    await self._ask_for_ends(prefix, found, number, withdrawn)
+                    await self._ask_for_ends(prefix, found, number, withdrawn, deadline)
                     return True
             finally:
                 self._catalog.unwatch(withdrawn)
@@ -293,7 +296,13 @@ class Moves:
         return next((c for c in range(known, stop) if strays.count(prefix.names[c])), stop)
 
     async def _search(
-        self, prefix: Prefix, known: int, stop: int, number: int, places: Sequence[int]
+        self,
+        prefix: Prefix,
+        known: int,
+        stop: int,
+        number: int,
+        places: Sequence[int],
+        deadline: Deadline,
     ) -> int:
         """Return how far a tier has the parts of one grid, from a known chunk on.
 
@@ -309,7 +318,7 @@ class Moves:
             chosen = [places[(run.start + turn) % len(places)] for run in runs]
             last = [names[run.stop - 1][at] for run, at in zip(runs, chosen, strict=True)]
             packs = [pack_id(name, run.order) for name, run in zip(last, runs, strict=True)]
-            return [status is Status.OK for status in await tier.contains(packs)]
+            return [status is Status.OK for status in await tier.contains(packs, deadline)]
 
         end, packs = await search(known, stop, tier.longest_order(nbytes), ask)
         for run in packs:
@@ -317,15 +326,16 @@ class Moves:
                 tier.learn([names[c][at] for c in range(run.start, run.stop)], nbytes)
         return end
 
-    async def _there(self, number: int, parts: Sequence[Part]) -> list[bool]:
+    async def _there(self, number: int, parts: Sequence[Part], deadline: Deadline) -> list[bool]:
         """Say which parts a tier has, without those that are to be deleted there."""
         strays = self._strays[number]
         asked = [part.name for part in parts if part.name not in strays]
-        answers = dict(zip(asked, await self._shared[number].contains(asked), strict=True))
+        told = await self._shared[number].contains(asked, deadline)
+        answers = dict(zip(asked, told, strict=True))
         return [answers.get(part.name) is Status.OK for part in parts]
 
     async def _ask_for_ends(
-        self, prefix: Prefix, stop: int, number: int, withdrawn: Withdrawn
+        self, prefix: Prefix, stop: int, number: int, withdrawn: Withdrawn, deadline: Deadline
     ) -> None:
         """Index the windows and states that a shared tier has of a prompt's last chunks."""
         shape = prefix.shape
@@ -334,7 +344,7 @@ class Moves:
         chunks = range(max(stop - _ENDS, 0), stop)
         rest = [at for at in range(len(shape.names)) if at not in shape.always]
         parts = [prefix.part(chunk, at) for chunk in chunks for at in rest]
-        answers = await self._there(number, parts)
+        answers = await self._there(number, parts, deadline)
         there = [part for part, answer in zip(parts, answers, strict=True) if answer]
         self._note(there, number, withdrawn)
 

@@ -12,16 +12,18 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterable
-from concurrent.futures import CancelledError, Future
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from typing import Any, Protocol, TypeVar
 
+from kvtier.deadline import current, under
 from kvtier.errors import MisuseError
 
 __all__ = ["CancelledError", "Flow", "Future", "IoPool", "ThreadFlow"]
 
 T = TypeVar("T")
 A = TypeVar("A")
+L = TypeVar("L")
 _log = logging.getLogger("kvtier")
 
 
@@ -40,17 +42,19 @@ class IoPool:
         self._closed = False
 
     def submit(self, call: Callable[..., T], *args: object) -> Future[T]:
-        """Run ``call(*args)`` on a thread of the pool. Never blocks.
+        """Run ``call(*args)`` on a thread of the pool, with the Deadline of this one. Never blocks.
 
         Raises MisuseError after ``close``.
         """
         done: Future[T] = Future()
+        deadline = current()
 
         def job() -> None:
             if not done.set_running_or_notify_cancel():
                 return
             try:
-                done.set_result(call(*args))
+                with under(deadline):
+                    done.set_result(call(*args))
             except BaseException as error:  # noqa: BLE001  (handed to whoever waits)
                 done.set_exception(error)
 
@@ -71,6 +75,30 @@ class IoPool:
         for each in running:
             each.exception()
         return [each.result() for each in running]
+
+    def ended(self, running: Sequence[Future[T]]) -> Sequence[Future[T]]:
+        """Wait until calls have ended, and return them. Blocks.
+
+        What has not begun when the Deadline is over is cancelled. What has is waited for: it has
+        to look at the Deadline itself.
+        """
+        deadline = current()
+        for each in running:
+            left = deadline.left(time.monotonic())
+            while left > 0 and not wait((each,), min(left, threading.TIMEOUT_MAX)).done:
+                left = deadline.left(time.monotonic())  # it may have been put off
+            if not each.cancel():
+                wait((each,))
+        return running
+
+    def each(self, call: Callable[[A], T], items: Iterable[A], late: L) -> list[T | L]:
+        """Run ``call`` on each item in parallel and return the results in order. Blocks.
+
+        late: the result of what had not begun when the Deadline was over. Raises the first error,
+        in order, after all have ended.
+        """
+        done = self.ended([self.submit(call, item) for item in items])
+        return [late if one.cancelled() else one.result() for one in done]
 
     def close(self, timeout: float = 5.0) -> None:
         """Let queued calls finish and end the threads, waiting at most `timeout` seconds."""

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import ClassVar, Final, Self, TypeVar
 
 from kvtier.clock import Clock, monotonic
+from kvtier.deadline import current
 from kvtier.errors import ConfigError, Corrupt, Unavailable
 from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
@@ -48,6 +49,7 @@ _IN_FLIGHT: Final = 16  # records of this process read at once: over a network e
 _DELETE_BATCH: Final = 64  # files removed under one lock
 _SCAN_BATCH: Final = 256
 _KEY_HEX: Final = 2 * KEY_BYTES
+_LATE: Final = TimeoutError(errno.ETIMEDOUT, "the time that was given is over")
 
 
 def _durability(text: str) -> str:
@@ -127,9 +129,18 @@ class FilesStore:
 
     @property
     def capabilities(self) -> Capabilities:
-        """Durable, shared and ranged; bounded if it was given a capacity."""
+        """Durable, shared and ranged; bounded if it was given a capacity.
+
+        Nothing is begun after its Deadline. A call that a filesystem leaves hanging, as NFS does
+        while its server is away, cannot be ended by anyone.
+        """
         return Capabilities(
-            durable=True, shared=True, ranged=True, bounded=self._bounded, overhead=OVERHEAD
+            durable=True,
+            shared=True,
+            ranged=True,
+            bounded=self._bounded,
+            deadlines=True,
+            overhead=OVERHEAD,
         )
 
     def footprint(self, stored_bytes: int) -> int:
@@ -138,22 +149,22 @@ class FilesStore:
 
     def contains_many(self, ids: Sequence[RecordId]) -> list[Status]:
         """See Store. Looks at names alone: a file that was cut is found out when it is read."""
-        return self._each(self._look, ids, self._pool.map)
+        return self._each(self._look, ids)
 
     def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:
         """See Store. In parallel, straight into the buffers."""
         jobs = list(zip(ids, into, strict=True))
         with self._folder.use():
-            found = self._pool.map(functools.partial(self._try, self._read), jobs)
+            found = self._pool.each(functools.partial(self._try, self._read), jobs, _LATE)
         return [one if isinstance(one, Read) else Read(self._told(one)) for one in found]
 
     def read_spans(self, spans: Sequence[Span]) -> list[Status]:
         """See SpanStore. In parallel, straight into the buffers."""
-        return self._each(self._span, spans, self._pool.map)
+        return self._each(self._span, spans)
 
     def write_many(self, records: Sequence[Write]) -> list[Status]:
         """See Store. One after the other, so that ancestors are there before what needs them."""
-        return self._each(self._write, records, lambda call, items: list(map(call, items)))
+        return self._each(self._write, records, in_order=True)
 
     def delete_many(self, ids: Sequence[RecordId]) -> list[Status]:
         """See Store."""
@@ -334,18 +345,20 @@ class FilesStore:
     # -------------------------------------------------------------------------------- one batch
 
     def _each(
-        self,
-        call: Callable[[A], Status],
-        items: Sequence[A],
-        run: Callable[[Callable[[A], Status | Exception], Sequence[A]], list[Status | Exception]],
+        self, call: Callable[[A], Status], items: Sequence[A], *, in_order: bool = False
     ) -> list[Status]:
+        attempt = functools.partial(self._try, call)
         with self._folder.use():
-            found = run(functools.partial(self._try, call), items)
+            found: list[Status | Exception] = (
+                list(map(attempt, items)) if in_order else self._pool.each(attempt, items, _LATE)
+            )
         return [one if isinstance(one, Status) else self._told(one) for one in found]
 
     @staticmethod
     def _try(call: Callable[[A], T], item: A) -> T | Exception:
         """Return what came of one record; errors of the filesystem are values."""
+        if current().left(monotonic()) <= 0:
+            return _LATE
         try:
             return call(item)
         except (OSError, Corrupt, Unavailable) as error:

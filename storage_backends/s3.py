@@ -94,7 +94,7 @@ class S3Store:
         self._client = client
         self._place = place
         self._sender = sender_for(
-            bucket_url(client, place.bucket), settings, _IN_FLIGHT + self.THREADS, self.requests
+            bucket_url(client, place.bucket), settings, _IN_FLIGHT + self.THREADS
         )
         self._getter = Getter(client, place, self._sender)
         self._sender.serve(client)
@@ -113,6 +113,7 @@ class S3Store:
             client = connect(settings)
             store = cls(client, place, settings)
             client.list_objects_v2(Bucket=place.bucket, Prefix=place.prefix, MaxKeys=1)
+            store._sender.counts = store.requests  # from now on
         except BaseException as error:
             for each in (store, client):
                 if each is not None:
@@ -148,7 +149,7 @@ class S3Store:
         finally:
             self._count(-len(jobs))
             # The buffers are the caller's again only when every range has ended.
-            errors = [list(filter(None, self._batches.ended(job.others))) for job in jobs]
+            errors = [self._batches.errors(job.others) for job in jobs]
         for place, late in enumerate(errors):
             for error in late:
                 if not isinstance(error, weather()):

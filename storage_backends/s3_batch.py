@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
 from kvtier.clock import Clock, monotonic
-from kvtier.deadline import Deadline, current, under
+from kvtier.deadline import current
 from kvtier.errors import Unavailable
 from kvtier.events import Causes, Reporter
-from kvtier.seams import CancelledError, Future, IoPool
+from kvtier.seams import Future, IoPool
 from kvtier.storage_backends.s3_service import (
     AbsentError,
     LateError,
@@ -63,8 +62,7 @@ class Batches:
             if deadline.left(self._clock()) <= 0:
                 return LateError(_LATE)
             try:
-                with under(deadline):
-                    return call(item)
+                return call(item)
             except weather() as error:
                 if isinstance(error, silence()):
                     silent.append(error)
@@ -72,44 +70,17 @@ class Batches:
 
         if in_order or len(items) == 1:
             return [attempt(item) for item in items]
-        running = [self._pool.submit(attempt, item) for item in items]
-        found: list[T | Exception] = []
-        for each, error in zip(running, self.ended(running), strict=True):
-            if error is not None and not isinstance(error, LateError):
-                raise error
-            found.append(each.result() if error is None else error)
-        return found
+        return self._pool.each(attempt, items, LateError(_LATE))
 
     def submit(self, call: Callable[..., T], *args: object) -> Future[T]:
-        """Run a call on a thread, with the Deadline of this one."""
-        deadline = current()
+        """Run a call on a thread."""
+        return self._pool.submit(call, *args)
 
-        def begun() -> T:
-            with under(deadline):
-                return call(*args)
-
-        return self._pool.submit(begun)
-
-    def ended(self, running: Sequence[Future[T]]) -> list[BaseException | None]:
-        """Wait until calls have ended, and return their errors.
-
-        What has no thread yet when the Deadline is over gets none: that is a LateError.
-        """
-        deadline = current()
-        return [self._error(each, deadline) for each in running]
-
-    def _error(self, running: Future[T], deadline: Deadline) -> BaseException | None:
-        left = deadline.left(self._clock())
-        try:
-            while left > 0:
-                try:
-                    return running.exception(min(left, threading.TIMEOUT_MAX))
-                except TimeoutError:
-                    left = deadline.left(self._clock())  # it may have been put off
-            running.cancel()  # does nothing to one that has begun: that ends by itself
-            return running.exception()
-        except CancelledError:
-            return LateError(_LATE)
+    def errors(self, running: Sequence[Future[T]]) -> list[BaseException]:
+        """Wait until calls have ended, and return their errors."""
+        ended = self._pool.ended(running)
+        errors = [LateError(_LATE) if each.cancelled() else each.exception() for each in ended]
+        return [error for error in errors if error is not None]
 
     def settle(self, results: Sequence[object]) -> list[Status]:
         """Return the status of each result. Raises Unavailable if the medium refused them all."""

@@ -13,7 +13,6 @@ from http import HTTPStatus
 from typing import Any, Final
 from urllib.parse import quote
 
-from kvtier.events import Causes
 from kvtier.storage_backends.s3_send import Answer, Request, Sender
 from kvtier.storage_backends.s3_service import Place, Settings
 
@@ -59,10 +58,10 @@ class Getter:
         raise _refusal(answer)
 
 
-def sender_for(url: str, settings: Settings, most: int, counts: Causes) -> Sender:
+def sender_for(url: str, settings: Settings, most: int) -> Sender:
     """Return what sends to a bucket: certificates and proxies as boto3 would have them.
 
-    most: connections kept. counts: of requests sent. Raises ConfigError.
+    most: connections kept. Raises ConfigError.
     """
     import boto3
     from botocore.utils import get_environ_proxies
@@ -70,7 +69,7 @@ def sender_for(url: str, settings: Settings, most: int, counts: Causes) -> Sende
     session = boto3.session.Session()
     trusted = session._session.get_config_variable("ca_bundle") or ""  # noqa: SLF001
     timeouts = (settings.connect_timeout, settings.read_timeout)
-    return Sender(timeouts, most, trusted, get_environ_proxies(url), counts)
+    return Sender(timeouts, most, trusted, get_environ_proxies(url))
 
 
 def bucket_url(client: Any, bucket: str) -> str:

@@ -95,8 +95,9 @@ class Sender:
     """Sends to one service. Thread-safe; each call blocks, no longer than the batch's Deadline.
 
     timeouts: for a connection, and for the silence of the server. most: connections kept. trusted:
-    a file with the authorities to trust; empty for the usual ones. proxies: by scheme. counts: of
-    requests sent. clock, sleep, draw: what time and chance come from.
+    a file with the authorities to trust; empty for the usual ones. proxies: by scheme. clock,
+    sleep, draw: what time and chance come from.
+    counts: of requests sent, by the kind that is paid for.
     """
 
     def __init__(
@@ -105,7 +106,6 @@ class Sender:
         most: int,
         trusted: str,
         proxies: Mapping[str, str],
-        counts: Causes,
         *,
         clock: Clock = monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -115,7 +115,7 @@ class Sender:
         self._most = most
         self._trusted = trusted
         self._proxies = {scheme: _proxy(url) for scheme, url in proxies.items()}
-        self._counts = counts
+        self.counts = Causes()
         self._clock, self._sleep, self._draw = clock, sleep, draw
         self._lock = threading.Lock()
         self._idle: dict[Door, deque[Wire]] = {}
@@ -173,7 +173,7 @@ class Sender:
         if request.body or request.method in ("PUT", "POST"):
             lines.append(f"Content-Length: {len(request.body)}")
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
-        self._counts.note(_kind(request, url.query))
+        self.counts.note(_kind(request, url.query))
         with _connecting(request.url):
             wire = self._taken(door, deadline)
         try:

@@ -47,7 +47,7 @@ class Wire:
     """
 
     def __init__(self, sock: Any, silence: float, clock: Clock = monotonic) -> None:
-        self.used = False
+        self._heard = False  # since the exchange began
         self._sock = sock
         self._silence = silence
         self._clock = clock
@@ -58,6 +58,7 @@ class Wire:
         """Begin an exchange, or its next half; it is over by then, and in so many seconds."""
         self._deadline = deadline
         self._latest = self._clock() + seconds
+        self._heard = False
 
     def _wait(self) -> None:
         """Let the next call on the socket wait as long as it may. Raises when it may not."""
@@ -72,8 +73,13 @@ class Wire:
     def receive(self, into: memoryview) -> int:
         """Wait for bytes and take what is there. Raises OSError, LateError and BrokenError."""
         self._wait()
-        got: int = self._sock.recv_into(into)
-        self.used = True
+        try:
+            got: int = self._sock.recv_into(into)
+        except TimeoutError:
+            if self._heard:
+                self._wait()  # which says what of its time is over
+            raise
+        self._heard = True
         return got
 
     def send(self, views: Sequence[memoryview]) -> None:

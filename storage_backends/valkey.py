@@ -105,7 +105,7 @@ class ValkeyStore:
     @property
     def capabilities(self) -> Capabilities:
         """Shared; self-evicting unless the server says that it never evicts. The Tier counts."""
-        return Capabilities(shared=True, self_evicting=self._evicts)
+        return Capabilities(shared=True, self_evicting=self._evicts, deadlines=True)
 
     def footprint(self, stored_bytes: int) -> int:
         """Return the bytes of key and value, and what the server needs to keep them."""
@@ -202,7 +202,8 @@ class ValkeyStore:
         quiet = [] if silent is None else silent
         run = functools.partial(self._links.converse, ask=ask, take=take, silent=quiet)
         shares = [items[start::count] for start in range(count)]
-        parts = self._pool.map(run, shares) if count > 1 else [run(shares[0])]
+        late: list[T | Exception] = [TimeoutError("its turn came too late")] * len(shares[0])
+        parts = self._pool.each(run, shares, late) if count > 1 else [run(shares[0])]
         return [parts[at % count][at // count] for at in range(len(items))]
 
     def _settle(self, found: Sequence[object]) -> list[Status]:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Final, NamedTuple, TypeAlias
 
 from kvtier.clock import monotonic
+from kvtier.deadline import current
 from kvtier.errors import StoreError
 
 __all__ = ["BrokenError", "Credentials", "Link", "Place", "RefusedError", "Reply"]
@@ -68,7 +69,8 @@ class Credentials(NamedTuple):
 class Link:
     """A connection. One call at a time; after any error but RefusedError it must be closed.
 
-    seconds: the longest that one call may wait. connect_seconds: the same for connecting.
+    seconds: the longest that one call may wait. connect_seconds: the same for connecting. None
+    waits beyond the batch's Deadline.
     Raises OSError, BrokenError and RefusedError.
     """
 
@@ -86,7 +88,7 @@ class Link:
         self._start = self._end = 0
         self.used = False
         self._late = monotonic() + connect_seconds
-        self._socket = _connected(place, tls, connect_seconds)
+        self._socket = _connected(place, tls, min(connect_seconds, _left()))
         try:
             if credentials.password:
                 user = [credentials.user] if credentials.user else []
@@ -249,7 +251,15 @@ class Link:
         left = self._late - monotonic()
         if left <= 0:
             raise TimeoutError(f"no whole reply within {self._seconds:.3g} s")
-        self._socket.settimeout(left)
+        self._socket.settimeout(min(left, _left()))
+
+
+def _left() -> float:
+    """Return the seconds until the batch's Deadline. Raises TimeoutError when it is over."""
+    left = current().left(monotonic())
+    if left <= 0:
+        raise TimeoutError("the time that was given is over")
+    return left
 
 
 def _connected(place: Place, tls: ssl.SSLContext | None, seconds: float) -> socket.socket:

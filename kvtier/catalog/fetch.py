@@ -7,19 +7,22 @@ however long its waiters wait: they time out, and the slot follows when the call
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.lease import Lease, by_chunk
 from kvtier.catalog.strays import Strays
+from kvtier.clock import Clock
+from kvtier.deadline import Deadline
 from kvtier.identity.record import RecordId
 from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Arena
 from kvtier.tiers.store import Status
-from kvtier.tiers.tier import Tier, Wanted
+from kvtier.tiers.tier import Fetched, Tier, Wanted
 
 __all__ = ["Fetcher", "Prompt"]
 
@@ -47,6 +50,13 @@ class Prompt(Protocol):
         ...
 
 
+class _Reading(NamedTuple):
+    """A row that is read: its future, and the Deadline of that read."""
+
+    done: asyncio.Future[int]
+    deadline: Deadline
+
+
 class Fetcher:
     """Fetches for all namespaces. tiers: by tier number, from 1."""
 
@@ -56,12 +66,14 @@ class Fetcher:
         arena: Arena,
         tiers: Mapping[int, Tier],
         strays: Mapping[int, Strays],
+        clock: Clock,
     ) -> None:
         self._catalog = catalog
         self._arena = arena
         self._tiers = tiers
         self._strays = strays
-        self._reading: dict[int, asyncio.Future[int]] = {}
+        self._clock = clock
+        self._reading: dict[int, _Reading] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._serial = 0
 
@@ -89,10 +101,13 @@ class Fetcher:
             names, shape, first, tokens, prompt.owner, ahead=ahead
         )
         try:
-            self._start(fresh)
-            reading = {
-                row: self._reading[row] for rows in chunks for row in rows if row in self._reading
-            }
+            until = self._clock() + within
+            self._start(fresh, Deadline(until))
+            reading: dict[int, asyncio.Future[int]] = {}
+            for row in itertools.chain.from_iterable(chunks):
+                if row in self._reading:
+                    reading[row], deadline = self._reading[row]
+                    deadline.extend(until)  # of who began to read it, and waits no longer
             if reading:
                 await asyncio.wait(reading.values(), timeout=within)
             lease = self._catalog.lease(names, shape, first, tokens, hold, whole=False, pin=pin)
@@ -108,41 +123,41 @@ class Fetcher:
         tier = max((one.result() for one in read), default=DRAM)
         return self._tiers[tier].name if tier in self._tiers else "dram"
 
-    def _start(self, fresh: Sequence[int]) -> None:
+    def _start(self, fresh: Sequence[int], deadline: Deadline) -> None:
         """Start one read for each group of rows that lie in the same tier."""
         loop = asyncio.get_running_loop()
         group: list[int] = []
         size, tier = 0, NO_ROW
         for row in fresh:
-            self._reading[row] = loop.create_future()
+            self._reading[row] = _Reading(loop.create_future(), deadline)
             where = next((t for t in self._catalog.tiers_of(row)), NO_ROW)
             nbytes = self._catalog.describe(row).part.nbytes
             if group and (where != tier or size + nbytes > _CALL_BYTES):
-                self._spawn(group)
+                self._spawn(group, deadline)
                 group, size = [], 0
             group.append(row)
             size, tier = size + nbytes, where
         if group:
-            self._spawn(group)
+            self._spawn(group, deadline)
 
-    def _spawn(self, rows: list[int]) -> None:
+    def _spawn(self, rows: list[int], deadline: Deadline) -> None:
         self._serial += 1
         serial = self._serial
-        task = asyncio.create_task(self._read(rows), name=f"fetch-{serial}")
+        task = asyncio.create_task(self._read(rows, deadline), name=f"fetch-{serial}")
         self._tasks[serial] = task  # the loop itself keeps only a weak reference
         task.add_done_callback(lambda _: self._tasks.pop(serial))
 
-    async def _read(self, rows: list[int]) -> None:
+    async def _read(self, rows: list[int], deadline: Deadline) -> None:
         """Read rows, and end each one's reading, whatever happens."""
         try:
-            await self._read_each(rows)
+            await self._read_each(rows, deadline)
         except Exception:  # noqa: BLE001  (a defect must not keep slots)
             _log.exception("a read failed; it counts as a miss")
         for row in rows:
             if row in self._reading:
                 self._end(row, NO_ROW, None)
 
-    async def _read_each(self, rows: list[int]) -> None:
+    async def _read_each(self, rows: list[int], deadline: Deadline) -> None:
         """Read rows from the fastest tier that has them; what fails there, from the next."""
         for number, tier in sorted(self._tiers.items()):
             left = [row for row in rows if row in self._reading]
@@ -153,16 +168,24 @@ class Fetcher:
                 into = self._arena.view(slot.offset, slot.nbytes)
                 wanted.append(Wanted(part.name, namespace, part.nbytes, into))
             asked = tier.available  # else a failure says nothing of the records
-            outcomes = await tier.read(wanted)
+            outcomes = await tier.read(wanted, deadline)
             for row, one, outcome in zip(here, wanted, outcomes, strict=True):
                 if outcome.status is Status.OK:
                     self._end(row, number, outcome.raw_sum)
                 # It must not fail twice, nor count as stored when it is computed anew.
-                elif (asked or outcome.status is not Status.FAILED) and self._catalog.lost(
+                elif _tells(outcome, asked=asked) and self._catalog.lost(
                     row, number, _WHY.get(outcome.status, "lost")
                 ):
                     self._strays[number].note(one.id, tier.footprint(one.raw_bytes))
 
     def _end(self, row: int, tier: int, raw_sum: bytes | None) -> None:
         self._catalog.fetched(row, raw_sum)
-        self._reading.pop(row).set_result(tier)
+        self._reading.pop(row).done.set_result(tier)
+
+
+def _tells(outcome: Fetched, *, asked: bool) -> bool:
+    """Say whether a read that came to nothing says something of the record.
+
+    asked: whether the tier was in use.
+    """
+    return outcome.status is not Status.FAILED or (asked and not outcome.late)

@@ -18,6 +18,7 @@ from kvtier.catalog.shelf import Room
 from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
 from kvtier.catalog.usable import leasable, usable_tokens
+from kvtier.deadline import NEVER, Deadline
 from kvtier.flow import Moves
 from kvtier.identity.record import RecordId
 from kvtier.identity.shape import Shape
@@ -44,10 +45,10 @@ def publish_before_the_read() -> list[Patch]:
         if not self.index.present[row] & 1 << tier:
             enter(self, row, tier, charged)
 
-    async def broken(self: Fetcher, rows: list[int]) -> None:
+    async def broken(self: Fetcher, rows: list[int], deadline: Deadline) -> None:
         for row in rows:
             self._catalog._room.enter(row, DRAM)
-        await read(self, rows)
+        await read(self, rows, deadline)
 
     return [(Fetcher, "_read", broken), (Room, "enter", once)]
 
@@ -90,7 +91,7 @@ def free_slots_of_reads_that_nobody_waits_for() -> list[Patch]:
         lease = await fetch(self, *args, within=within, **more)
         for row in [row for row in self._reading if row not in before]:
             self._catalog.fetched(row, None)
-            self._reading.pop(row).set_result(-1)
+            self._reading.pop(row).done.set_result(-1)
         return lease
 
     def broken_end(self: Fetcher, row: int, number: int, raw_sum: bytes | None) -> None:
@@ -126,7 +127,7 @@ def lose_the_coalesced_waiter() -> list[Patch]:
         )  # each holds its parent, and the read itself holds the row
         shared = index.holds[row] - filling - 1 > 1
         self._catalog.fetched(row, raw_sum)
-        waiting = self._reading.pop(row)
+        waiting = self._reading.pop(row).done
         if not shared:
             waiting.set_result(number)
 
@@ -184,7 +185,7 @@ def forget_what_a_fetch_held_when_it_ends_empty() -> list[Patch]:
 def wait_for_a_shared_tier_for_ever() -> list[Patch]:
     async def broken(self: Moves, prefix: Any, known: int, seconds: float) -> bool:
         del seconds
-        return await self._ask(prefix, known)
+        return await self._ask(prefix, known, NEVER)
 
     return [(Moves, "_ask_within", broken), (Probe, "due", lambda _self, _name: True)]
 
@@ -311,10 +312,10 @@ def never_try_a_broken_tier_again() -> list[Patch]:
 def give_up_after_the_first_copy() -> list[Patch]:
     read = Fetcher._read_each
 
-    async def broken(self: Fetcher, rows: list[int]) -> None:
+    async def broken(self: Fetcher, rows: list[int], deadline: Deadline) -> None:
         first = [tier for row in rows for tier in self._catalog.tiers_of(row)[:1]]
         only = copy(self)
         only._tiers = {tier: self._tiers[tier] for tier in first[:1]}
-        await read(only, rows)
+        await read(only, rows, deadline)
 
     return [(Fetcher, "_read_each", broken)]

@@ -30,6 +30,8 @@ class Fault(enum.Enum):
     NONE = "none"
     HANG = "hang"  # it is taken, and never answered
     RESET = "reset"  # the connection is reset in the middle of the body
+    DRIP = "drip"  # the answer comes from its first byte on, a byte now and then
+    TRICKLE = "trickle"  # the same, after the beginning of the body
     SHORT = "short"  # the connection ends in order after 100 bytes of the body
     UNAVAILABLE = "unavailable"  # 503 SlowDown
     HALF = "half"  # the same for one request of two, drawn by a seed
@@ -50,6 +52,8 @@ _SAID: Final = {
 }
 _OF_AN_OBJECT: Final = (Fault.LESS, Fault.WRONG)
 _RANGE: Final = re.compile(rb"\r\nrange:\s*bytes=(\d+)-(\d+)", re.IGNORECASE)
+_AT_ONCE: Final = {Fault.DRIP: 0, Fault.TRICKLE: 4000}  # bytes before an answer slows down
+_DRIP_SECONDS: Final = 0.02  # between two bytes
 _BODY_BYTES: Final = {Fault.SHORT: 100, Fault.RESET: 2000}  # let through before the cut
 
 
@@ -187,7 +191,7 @@ class DelayProxy:
             length = _LENGTH.search(head)
             left = int(length[1]) if length else 0
             fault = self._fault_of(head)
-            forward = fault is Fault.NONE or fault in _BODY_BYTES
+            forward = fault is Fault.NONE or fault in _BODY_BYTES or fault in _AT_ONCE
             link.cut(fault)
             await asyncio.sleep(self._half)
             if forward:
@@ -215,10 +219,12 @@ class _Link:
         self._writer = writer
         self._fault = Fault.NONE
         self._seen = b""
+        self._left = 0
 
     def cut(self, fault: Fault) -> None:
         """Say what is to become of the next answer."""
         self._fault, self._seen = fault, b""
+        self._left = _AT_ONCE.get(fault, 0)
 
     async def say(self, status: bytes, body: bytes) -> None:
         """Answer in the server's place."""
@@ -271,8 +277,21 @@ class _Link:
             if not piece:
                 self._writer.close()
                 return
+            if self._fault in _AT_ONCE:
+                piece = await self._drip(piece)
             self._writer.write(piece)
             await self._writer.drain()
+
+    async def _drip(self, piece: bytes) -> bytes:
+        """Send what is beyond the beginning byte by byte; return what comes at once."""
+        at_once, rest = piece[: self._left], piece[self._left :]
+        self._left -= len(at_once)
+        self._writer.write(at_once)
+        for byte in rest:
+            self._writer.write(bytes((byte,)))
+            await self._writer.drain()
+            await asyncio.sleep(_DRIP_SECONDS)
+        return b""
 
     async def _end(self, last: bytes) -> None:
         self._writer.write(last)

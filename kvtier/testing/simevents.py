@@ -336,7 +336,7 @@ class Events:
         self._after(tier, "_hung", lambda hung: self.count("calls_hung") if hung else None)
         self._after_await(tier, "read", self._was_read)
 
-    def _was_read(self, outcomes: list[Fetched], wanted: Sequence[Wanted]) -> None:
+    def _was_read(self, outcomes: list[Fetched], wanted: Sequence[Wanted], *_: object) -> None:
         for outcome, one in zip(outcomes, wanted, strict=True):
             if outcome.status is Status.OK:
                 if one.id in self._failed:

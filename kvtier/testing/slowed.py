@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar, Final, Self
 
+from kvtier.deadline import current
 from kvtier.errors import MisuseError
 from kvtier.identity.record import Header, RecordId
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Store, Write
@@ -18,6 +19,8 @@ _NEVER: Final = float("inf")
 
 class SlowedStore:
     """Wraps an open Store, and gives its reads `bytes_per_s` in sum, and each call `latency`.
+
+    Where that Store heeds a Deadline, a read that would take longer fails then.
 
     Both may be changed at any time. sleep, clock: what waits, and by what; of this machine.
     Safe from any thread: reads at once queue, as on one wire.
@@ -73,8 +76,10 @@ class SlowedStore:
             self.read_bytes += nbytes
             self._free = max(self._free, now) + nbytes / self.bytes_per_s
             until = self._free + self.latency
-        self._sleep(max(until - self._clock(), 0.0))
-        return reads
+        left = current().left(self._clock()) if self.capabilities.deadlines else _NEVER
+        pause = max(until - self._clock(), 0.0)
+        self._sleep(max(min(pause, left), 0.0))
+        return reads if pause <= left else [Read(Status.FAILED)] * len(reads)
 
     def write_many(self, records: Sequence[Write]) -> list[Status]:
         """See Store."""

@@ -52,3 +52,7 @@ class Breaker:
         self._failures += 1
         if not self.closed:
             self._open_until = self._clock() + REST_SECONDS
+
+    def pass_over(self) -> None:
+        """Note that a call has ended in a way that says nothing of the tier."""
+        self._probing = False

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 from kvtier.codecs.known import KNOWN
+from kvtier.errors import Unavailable
 from kvtier.identity.record import CODEC_RAW, Header, RecordId, checksum
 from kvtier.tiers.store import Read, Status
 
-__all__ = ["Fetched", "Wanted", "is_exact", "is_known", "sums_to", "verify"]
+__all__ = ["Fetched", "Wanted", "guarded", "is_exact", "is_known", "sums_to", "verify"]
+
+A = TypeVar("A")
+T = TypeVar("T")
 
 
 class Wanted(NamedTuple):
@@ -25,12 +30,14 @@ class Fetched(NamedTuple):
 
     unknown: the record is CORRUPT to this kvtier only for its codec, which is another's.
     decoded: a codec made the bytes of fewer.
+    late: it failed as the time was over, which says nothing of the record.
     """
 
     status: Status
     raw_sum: bytes = b""
     unknown: bool = False
     decoded: bool = False
+    late: bool = False
 
 
 def verify(read: Read, wanted: Wanted) -> Fetched:
@@ -73,3 +80,18 @@ def is_exact(header: Header, wanted: Wanted) -> bool:
 def sums_to(data: memoryview, total: bytes) -> bool:
     """Say whether bytes have that checksum."""
     return checksum(data) == total
+
+
+def guarded(call: Callable[[list[A]], list[T]], items: list[A]) -> list[T]:
+    """Call a Store, on a thread of the pool. Whatever it raises becomes one kind of error.
+
+    A plug-in may raise what an event loop takes for its own, such as CancelledError or SystemExit.
+    """
+    try:
+        out = call(items)
+        count = len(out)
+    except BaseException as error:
+        raise Unavailable(f"{type(error).__name__}: {error}") from error
+    if count != len(items):
+        raise Unavailable(f"the store gave {count} answers for {len(items)} records")
+    return out

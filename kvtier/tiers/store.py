@@ -12,6 +12,9 @@ Rules, each of which the suite tests:
 * A record is visible to ``contains_many``, ``read_many`` and ``scan`` only once it is whole, and
   under a name only the bytes that were last written whole under that name are ever OK.
 * Every call may be made from several threads at once.
+* A Store that says so begins nothing once the Deadline of the batch is over, which
+  ``kvtier.deadline.current`` returns, and ends by then what it has begun, as far as its medium lets
+  it; what was not done is FAILED.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ class Capabilities:
     durable: survives the process. shared: other hosts see it. self_evicting: records may vanish
     by themselves. conditional_put: writes only if absent, atomically. ranged: reads part of a
     record. bounded: holds its own capacity in bytes and answers FULL; otherwise the Tier counts.
-    deadlines: a call ends by the Deadline of its batch, see the Store.
+    deadlines: a call looks at the Deadline of its batch.
     overhead: bytes of the capacity that it takes for itself, besides the records' footprints.
     """
 

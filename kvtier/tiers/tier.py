@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Final, TypeVar
 
 from kvtier.clock import Clock
-from kvtier.errors import Unavailable
+from kvtier.deadline import NEVER, Deadline, under
 from kvtier.events import Reporter, noted
 from kvtier.identity.record import CODEC_RAW, Header, RecordId
 from kvtier.metrics import Metrics
@@ -23,8 +23,10 @@ from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.coding import Coding, Written, send_each
 from kvtier.tiers.exact import Fetched, Wanted, verify
+from kvtier.tiers.exact import guarded as _guarded
 from kvtier.tiers.pack import longest_order
 from kvtier.tiers.packer import Packer
+from kvtier.tiers.settling import Settling
 from kvtier.tiers.store import EncodedStore, SpanStore, Status, Store, Write
 from kvtier.tiers.tally import Tally
 
@@ -36,9 +38,11 @@ T = TypeVar("T")
 HUNG_SECONDS: Final = 30.0
 """A call that runs longer counts as hung."""
 
+_FAIR_SECONDS: Final = 0.1
+"""A call that was given less time, and failed as that was over, does not count for the breaker."""
+
 _HANGS: Final = f"every call hangs for more than {HUNG_SECONDS:.0f} s"
 _CLOSE_SECONDS: Final = 5.0
-_SETTLE_SECONDS: Final = 1.0  # after which a Store that gathers changes is called once more
 
 
 class Tier:
@@ -70,6 +74,7 @@ class Tier:
         self.coding: Coding | None = None
         self._packer = _packer(store)
         self._sized = store if isinstance(store, EncodedStore) else None
+        self._heeds = store.capabilities.deadlines
         self._verbs = self._packer or store
         self._pool = IoPool(name, store.THREADS)
         self._breaker = Breaker(clock)
@@ -78,8 +83,7 @@ class Tier:
         self._running: dict[int, float] = {}
         self._tasks: dict[int, asyncio.Task[object]] = {}
         self._calls = 0
-        self._changed: float | None = None  # since when the Store may have what is not committed
-        self._settling: asyncio.Task[None] | None = None
+        self._settling = Settling(name, store, clock)
         self._ailments = Ailments()
 
     def encode_by(self, coding: Coding) -> None:
@@ -125,10 +129,15 @@ class Tier:
         """Return the same of a record as it was written."""
         return self.footprint(header.stored_bytes, encoded=header.codec != CODEC_RAW)
 
-    async def read(self, wanted: Sequence[Wanted]) -> list[Fetched]:
-        """Fill the buffers with verified bytes. A buffer is the call's until this returns."""
+    async def read(self, wanted: Sequence[Wanted], deadline: Deadline = NEVER) -> list[Fetched]:
+        """Fill the buffers with verified bytes. A buffer is the call's until this returns.
+
+        deadline: until when it is waited for; a Store that heeds it fails what is not there then.
+        """
         failed = [Fetched(Status.FAILED)] * len(wanted)
-        out = await self._call("read", self._read, list(wanted), failed)
+        out = await self._call("read", self._read, list(wanted), failed, deadline=deadline)
+        if self._late(deadline):
+            out = [one._replace(late=one.status is Status.FAILED) for one in out]
         for one, record in zip(out, wanted, strict=True):
             if warning := self._tally.fetched(one, record):
                 self._report.warn(self.name, warning)
@@ -156,7 +165,7 @@ class Tier:
             self.writes.spend(sum(self.charge(one.header) for one in out) - sent)
         written = sum(one.header.stored_bytes for one in out if one.status is Status.OK)
         self._metrics.add("spilled_bytes", written, tier=self.name)
-        self._note_change()
+        self._settling.note()
         return out
 
     def _send(self, records: list[Write]) -> list[Written]:
@@ -170,7 +179,7 @@ class Tier:
         out = await self._call(
             "delete", self._verbs.delete_many, list(ids), [Status.FAILED] * len(ids)
         )
-        self._note_change()
+        self._settling.note()
         return out
 
     async def evict(self, ids: Sequence[RecordId]) -> list[Status]:
@@ -181,10 +190,11 @@ class Tier:
             "delete", self._packer.evict_many, list(ids), [Status.FAILED] * len(ids)
         )
 
-    async def contains(self, ids: Sequence[RecordId]) -> list[Status]:
+    async def contains(self, ids: Sequence[RecordId], deadline: Deadline = NEVER) -> list[Status]:
         """Say which records are there; a hint, since a shared tier changes by itself."""
         failed = [Status.FAILED] * len(ids)
-        return await self._call("look up", self.store.contains_many, list(ids), failed)
+        look = self.store.contains_many
+        return await self._call("look up", look, list(ids), failed, deadline=deadline)
 
     # ---- packs
 
@@ -217,30 +227,9 @@ class Tier:
         return [out[at] for at in range(len(records))]
 
     def settle(self) -> None:
-        """Let the Store commit what it has gathered, once nothing else has called it for a second.
-
-        To be called again and again, on the Flow. A Store that commits by time does it with a
-        call: without one, what a quiet cache wrote last would never be durable.
-        """
-        idle = self._settling is None or self._settling.done()
-        if self._changed is None or not idle or not self.available:
-            return
-        if self._clock() - self._changed >= _SETTLE_SECONDS:
-            self._changed = None
-            self._settling = asyncio.create_task(self._settle(), name=f"{self.name}-settle")
-
-    async def _settle(self) -> None:
-        def nothing(_: list[None]) -> list[Status]:
-            self.store.delete_many([])
-            return [Status.OK]
-
-        if await self._call("commit", nothing, [None], [Status.FAILED]) != [Status.OK]:
-            self._note_change()
-
-    def _note_change(self) -> None:
-        kind = self.store.capabilities
-        if self._changed is None and kind.durable and not kind.shared:
-            self._changed = self._clock()
+        """See Settling. To be called again and again, on the Flow."""
+        if self.available:
+            self._settling.settle(lambda call: self._call("commit", call, [None], [Status.FAILED]))
 
     async def listed(self, most: int) -> AsyncIterator[list[Header] | None]:
         """Yield the headers of all records, `most` at a time; None last when it failed.
@@ -287,6 +276,7 @@ class Tier:
         items: list[A],
         failed: list[T],
         sent: int = 0,
+        deadline: Deadline = NEVER,
     ) -> list[T]:
         """Run a batch in the pool; answer `failed` when the breaker is open or the call raises.
 
@@ -307,14 +297,21 @@ class Tier:
         why: list[str] = []
 
         def begun(items: list[A]) -> list[T]:
-            self._running[serial] = self._clock()  # now: it may have waited for a thread
+            if self._late(deadline):  # it has waited for a thread, and nobody for it
+                return failed
+            self._running[serial] = self._clock()
             noted()  # of a call before
-            out = _guarded(call, items)
+            with under(deadline):
+                out = _guarded(call, items)
             if all(map(_failed, out)):
                 why[:] = [noted() or f"it fails all {len(out)} records of a call"]
             return out
 
-        running = self._run(verb, begun, items, failed, why)
+        def fair() -> bool:
+            since = self._running.get(serial, math.inf)
+            return not self._late(deadline) or deadline.until - since >= _FAIR_SECONDS
+
+        running = self._run(verb, begun, items, failed, why, fair)
         task = asyncio.create_task(running, name=f"{self.name}-{serial}")
         self._tasks[serial] = task
 
@@ -332,7 +329,9 @@ class Tier:
         items: list[A],
         failed: list[T],
         why: Sequence[str],
+        fair: Callable[[], bool],
     ) -> list[T]:
+        """See ``_call``. fair: whether the call had time enough for its end to mean something."""
         try:
             out = await self._flow.io(self._pool, call, items)
             self._tally.faults()
@@ -340,18 +339,28 @@ class Tier:
             self._tally.faults()
             self._metrics.add("tier_errors", tier=self.name)
             self._report.warn(self.name, str(error))
-            self._ailments.fails(verb, str(error))
-            self._breaker.report(ok=False)
+            if fair():
+                self._ailments.fails(verb, str(error))
+                self._breaker.report(ok=False)
+            else:
+                self._breaker.pass_over()
             return failed
         bad = sum(_failed(one) for one in out)
         if bad:
             self._metrics.add("tier_errors", bad, tier=self.name)
+        if bad == len(out) and not fair():
+            self._breaker.pass_over()
+            return out
         if why:
             self._ailments.fails(verb, why[0])
         elif any(one is not Status.FULL for one in out):  # that says nothing of the medium
             self._ailments.works(verb)
         self._breaker.report(ok=bad < len(out))
         return out
+
+    def _late(self, deadline: Deadline) -> bool:
+        """Say whether the Store has given up, or will."""
+        return self._heeds and deadline.left(self._clock()) <= 0
 
     def _hung(self) -> bool:
         """Say whether every thread sits in a call that does not return."""
@@ -365,21 +374,6 @@ class Tier:
         if self.coding:
             self.coding.received(reads, self._clock() - began)
         return [verify(read, one) for read, one in zip(reads, wanted, strict=True)]
-
-
-def _guarded(call: Callable[[list[A]], list[T]], items: list[A]) -> list[T]:
-    """Call a Store, on a thread of the pool. Whatever it raises becomes one kind of error.
-
-    A plug-in may raise what an event loop takes for its own, such as CancelledError or SystemExit.
-    """
-    try:
-        out = call(items)
-        count = len(out)
-    except BaseException as error:
-        raise Unavailable(f"{type(error).__name__}: {error}") from error
-    if count != len(items):
-        raise Unavailable(f"the store gave {count} answers for {len(items)} records")
-    return out
 
 
 def _packer(store: Store) -> Packer | None:

@@ -9,6 +9,8 @@ import time
 
 import pytest
 
+from kvtier.clock import monotonic
+from kvtier.deadline import Deadline, under
 from kvtier.errors import ConfigError, Unavailable
 from kvtier.storage_backends.s3 import S3Store
 from kvtier.testing.proxy import DelayProxy, Fault
@@ -221,6 +223,26 @@ def test_a_batch_waits_for_a_dead_server_once(proxy, store):
     with pytest.raises(Unavailable):
         list(store.scan())
     assert time.monotonic() - began < 3 * DEADLINE
+
+
+@pytest.mark.parametrize("fault", [Fault.HANG, Fault.DRIP, Fault.TRICKLE])
+def test_a_batch_is_over_at_its_deadline_whatever_the_server_does(s3_open, proxy, fault):
+    """The timeouts of this store are far beyond those of a test."""
+    patient = s3_open(endpoint=proxy.endpoint, connect_timeout=100.0, read_timeout=100.0)
+    records = [make_record(number, 50_000) for number in range(40)]
+    assert patient.write_many(records) == [Status.OK] * len(records)
+    proxy.inject(fault, "GET")
+    before = proxy.requests
+    for verb in (lambda: statuses(patient, *records), lambda: statuses(patient, records[0])):
+        with under(Deadline(monotonic() + 0.3)):
+            try:
+                said = verb()
+            except Unavailable:
+                said = [Status.FAILED]
+        assert set(said) == {Status.FAILED}
+    assert proxy.requests - before <= 16 + 1, "nothing is asked once it is over"
+    proxy.inject(Fault.NONE)
+    assert statuses(patient, *records) == [Status.OK] * len(records)
 
 
 def test_a_server_that_is_gone_is_unavailable(s3_server, s3_open):

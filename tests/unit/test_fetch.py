@@ -10,6 +10,7 @@ from kvtier.catalog import fetch
 from kvtier.catalog.catalog import Catalog, Shelf
 from kvtier.catalog.fetch import Fetcher
 from kvtier.catalog.strays import Strays
+from kvtier.deadline import Deadline
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
 from kvtier.policies.lru import Lru
@@ -31,6 +32,8 @@ class Disk:
         self.name, self.store = name, self
         self.fate: dict[bytes, Status] = {}
         self.calls: list[list[int]] = []
+        self.deadlines: list[Deadline] = []
+        self.late = False
         self.gate = asyncio.Event()
         self.gate.set()
         self.error: Exception | None = None
@@ -38,14 +41,17 @@ class Disk:
     def footprint(self, nbytes):
         return nbytes
 
-    async def read(self, wanted):
+    async def read(self, wanted, deadline):
         if not wanted:
             return []
+        self.deadlines.append(deadline)
         self.calls.append([int.from_bytes(one.id[16:32], "big") for one in wanted])
         await self.gate.wait()
         if self.error is not None:
             raise self.error
-        return [Fetched(self.fate.get(one.id, Status.ABSENT), SUM) for one in wanted]
+        return [
+            Fetched(self.fate.get(one.id, Status.ABSENT), SUM, late=self.late) for one in wanted
+        ]
 
 
 class Prompt:
@@ -67,7 +73,7 @@ class Bench:
         self.tiers = {FAST: Disk("fast"), SLOW: Disk("slow")}
         self.strays = {number: Strays(tier) for number, tier in self.tiers.items()}
         backwards = dict(reversed(self.tiers.items()))
-        self.fetcher = Fetcher(self.catalog, self.arena, backwards, self.strays)
+        self.fetcher = Fetcher(self.catalog, self.arena, backwards, self.strays, Clock())
 
     def keep(self, parts, *tiers) -> None:
         """Let tiers have parts."""
@@ -269,3 +275,35 @@ def test_what_was_withdrawn_while_it_was_read_leaves_no_stray(bench):
 
     asyncio.run(scene())
     assert len(bench.strays[FAST]) == 0
+
+
+# ------------------------------------------------------------------------------------- deadlines
+
+
+def test_a_read_has_the_deadline_of_who_waits_for_it_longest(bench):
+    parts = chain(2)
+    bench.keep(parts, SLOW)
+    slow = bench.tiers[SLOW]
+    now = bench.catalog._clock()
+
+    async def scene():
+        slow.gate.clear()
+        fetches = [asyncio.create_task(bench.fetch(parts, within)) for within in (2.0, 5.0, 3.0)]
+        for _ in range(50):
+            await asyncio.sleep(0)
+        slow.gate.set()
+        for lease in await asyncio.gather(*fetches):
+            lease.release()
+
+    asyncio.run(scene())
+    assert [one.until for one in slow.deadlines] == [now + 5.0]
+
+
+@pytest.mark.parametrize(("late", "kept"), [(True, [SLOW]), (False, [])])
+def test_what_came_too_late_is_not_lost(bench, late, kept):
+    parts = chain(1)
+    bench.keep(parts, SLOW)
+    slow = bench.tiers[SLOW]
+    slow.fate[parts[0].name], slow.late = Status.FAILED, late
+    assert bench.fetched(parts) is None
+    assert bench.tiers_of(parts[0]) == kept
