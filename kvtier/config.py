@@ -14,7 +14,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import parse_qsl
 
 from kvtier.catalog.owners import Quota, check_floors
@@ -22,7 +22,7 @@ from kvtier.checks import check_kind, check_whole, is_number
 from kvtier.errors import ConfigError, unknown
 from kvtier.policies.door import DEFAULT, check_policy
 from kvtier.tiers.store import Store
-from kvtier.units import parse_bytes, parse_fraction
+from kvtier.units import parse_bytes, parse_fraction, parse_seconds
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -40,7 +40,7 @@ __all__ = [
 
 ADMISSIONS: Final = ("through", "second-touch", "on-evict", "auto")
 CODECS: Final = ("auto", "raw", "lossless")
-_DRAM_OPTIONS: Final = ("policy",)
+_DRAM_OPTIONS: Final = ("policy", "ttl")
 _OWN_OPTIONS: Final = ("capacity", "admission", "write_budget", "codec", *_DRAM_OPTIONS)
 _TABLES: Final = ("tiers", "tenants")
 _QUOTA_OPTIONS: Final = ("floor", "ceiling")
@@ -61,7 +61,8 @@ class TierConfig:
     is slow enough for that to pay; None is ``auto`` for a shared tier, ``raw`` for others. Every
     tier reads what any of them wrote.
     store: one that is open already, in place of the one that scheme and location name.
-    policy: the name of the one that says what leaves the tier first.
+    policy: the name of the one that says what leaves the tier first. ttl: seconds after which
+    what was not used leaves it anyway; None for never.
     """
 
     scheme: str
@@ -73,6 +74,7 @@ class TierConfig:
     write_budget: float | None = None
     policy: str = DEFAULT
     codec: str | None = None
+    ttl: float | None = None
 
     def __post_init__(self) -> None:
         check_kind("a tier's scheme", self.scheme, str, ConfigError)
@@ -90,7 +92,7 @@ class TierConfig:
                 check_kind(f"the {what} of {self.scheme}", one, str, ConfigError)
                 if one not in known:
                     raise unknown(what, one, known)
-        _check_policy(self.scheme, self.policy)
+        _check_leaving(self.scheme, self.policy, self.ttl)
         budget = self.write_budget
         if budget is not None and not (is_number(budget) and budget >= 1):
             raise ConfigError(f"{self.scheme} write_budget {budget!r} B is not one byte or more")
@@ -100,13 +102,14 @@ class TierConfig:
 class Config:
     """A cache: DRAM first, then slower tiers in their order. quotas: by tenant.
 
-    policy: of DRAM.
+    policy, ttl: of DRAM.
     """
 
     dram: int
     tiers: tuple[TierConfig, ...] = ()
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     policy: str = DEFAULT
+    ttl: float | None = None
 
     def __post_init__(self) -> None:
         check_whole("dram, in bytes,", self.dram, 1, error=ConfigError)
@@ -114,7 +117,7 @@ class Config:
         for tier in self.tiers:
             check_kind("a tier of a config", tier, TierConfig, ConfigError)
         check_floors(self.quotas)
-        _check_policy("dram", self.policy)
+        _check_leaving("dram", self.policy, self.ttl)
 
     @classmethod
     def from_urls(cls, urls: Sequence[str]) -> Config:
@@ -128,9 +131,10 @@ class Config:
         places = [(tier.scheme, tier.location) for tier in parsed[1:]]
         if len(set(places)) < len(places):
             raise ConfigError("two tiers name the same place")
-        if dram[0].capacity is None:
+        first = dram[0]
+        if first.capacity is None:
             raise ConfigError("dram needs a size, such as dram:8GiB")
-        return cls(dram[0].capacity, tuple(parsed[1:]), policy=dram[0].policy)
+        return cls(first.capacity, tuple(parsed[1:]), policy=first.policy, ttl=first.ttl)
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Config:
@@ -239,6 +243,7 @@ def parse_tier(url: str) -> TierConfig:
         write_budget=_write_budget(budget) if budget is not None else None,
         policy=given.get("policy", DEFAULT),
         codec=given.get("codec"),
+        ttl=_ttl(given),
     )
 
 
@@ -249,12 +254,20 @@ def _dram(text: str) -> TierConfig:
     for name in given:
         if name not in _DRAM_OPTIONS:
             raise unknown("option of dram", name, _DRAM_OPTIONS)
-    return TierConfig("dram", "", parse_bytes(size), policy=given.get("policy", DEFAULT))
+    policy = given.get("policy", DEFAULT)
+    return TierConfig("dram", "", parse_bytes(size), policy=policy, ttl=_ttl(given))
 
 
-def _check_policy(scheme: str, policy: object) -> None:
+def _ttl(given: Mapping[str, str]) -> float | None:
+    return parse_seconds(given["ttl"]) if "ttl" in given else None
+
+
+def _check_leaving(scheme: str, policy: object, ttl: Any) -> None:
+    """Check what says which parts leave a tier, and when."""
     check_kind(f"the policy of {scheme}", policy, str, ConfigError)
     check_policy(str(policy))
+    if ttl is not None and not (is_number(ttl) and 0 < ttl < math.inf):
+        raise ConfigError(f"{scheme} ttl {ttl!r} s is not above nothing")
 
 
 def _write_budget(text: str) -> float:

@@ -10,7 +10,7 @@ from typing import Final
 
 from kvtier.catalog.catalog import Catalog, Shelf
 from kvtier.clock import Clock
-from kvtier.config import Config
+from kvtier.config import Config, TierConfig
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.flow import Moves
 from kvtier.identity.geometry import DTYPE_BYTES
@@ -20,6 +20,7 @@ from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Arena, slot_bytes_for
 from kvtier.metrics import Metrics
 from kvtier.opening import check_room, index_tiers, open_tiers
+from kvtier.policies.ages import Ages
 from kvtier.policies.door import load_policy
 from kvtier.seams import CancelledError, Flow
 from kvtier.units import format_bytes, format_least
@@ -72,16 +73,18 @@ class Depot:
 
     def _start(self, config: Config, namespace: Namespace | None, shape: Shape | None) -> None:
         """Index what the tiers have, and start what runs in the background. Blocks."""
-        shelves = [Shelf("dram", load_policy(config.policy), self.arena.nbytes)]
-        shelves += [
-            Shelf(
-                tier.name,
-                load_policy(setting.policy),
-                setting.capacity,
-                tier.store.capabilities.shared,
-            )
-            for tier, setting in zip(self.tiers.values(), config.tiers, strict=True)
+        shelves = [
+            Shelf("dram", load_policy(config.policy), self.arena.nbytes, ages=self._ages(config))
         ]
+        for tier, setting in zip(self.tiers.values(), config.tiers, strict=True):
+            shared, policy = tier.store.capabilities.shared, load_policy(setting.policy)
+            if shared and setting.ttl is not None:
+                raise ConfigError(
+                    f"{tier.name} is shared, and who else uses what it has is not known here: "
+                    "leave its ttl out, and let `kvtier gc --max-age` collect there"
+                )
+            ages = self._ages(setting)
+            shelves.append(Shelf(tier.name, policy, setting.capacity, shared, ages))
         self._shelves = shelves
         self._quotas = config.quotas
         self.numbers = {shelf.name: number for number, shelf in enumerate(shelves)}
@@ -99,6 +102,9 @@ class Depot:
         )
         index_tiers(self.catalog, self.tiers, sizes)
         self._reaper = self.flow.spawn(self.moves.reap())
+
+    def _ages(self, setting: Config | TierConfig) -> Ages | None:
+        return None if setting.ttl is None else Ages(setting.ttl, self.clock)
 
     def _silent(self) -> int:
         """Return the bits of the tiers that would not be asked now."""

@@ -45,6 +45,7 @@ _ROWS: Final = (
     _counter("saved_chunks", "chunks", "Chunks that were committed to DRAM"),
     _counter("dropped_saves", "chunks", "Chunks that were not saved, and why", "reason"),
     _counter("evicted_parts", "parts", "Parts that left a tier to make room", "tier"),
+    _counter("idle_parts", "parts", "Parts that left a tier, not used for its ttl", "tier"),
     _counter("fetched_bytes", "bytes", "Bytes read upward from a tier", "tier"),
     _counter("spilled_bytes", "bytes", "Bytes written down to a tier", "tier"),
     _counter("encoded_bytes", "bytes", "Bytes that a codec encoded on the way down", "tier"),

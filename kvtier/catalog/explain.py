@@ -24,6 +24,7 @@ REASONS: Final = {
     "invalidated": "invalidated {ago}",
     "purged": "purged {ago}",
     "expired": "expired {ago}",
+    "idle": "left {tier} {ago}, not used for its ttl",
     "busy": "not saved, no slot was free, {ago}",
     "copy": "not saved, its copy failed, {ago}",
     "failed": "not saved, it could not be sealed, {ago}",

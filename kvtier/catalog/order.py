@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.catalog.index import NO_ROW, Index
+from kvtier.policies.ages import Ages
 from kvtier.policies.base import FillablePolicy, Policy, RenewablePolicy
 
 __all__ = ["Order"]
@@ -34,7 +35,7 @@ class Order:
 
     share: says in which share a row counts; spare: by how many bytes a share is above what nobody
     may take from it; size: the bytes that a row takes here. Share 0, the common one, keeps nothing
-    back.
+    back. ages: knows what was not used for the tier's time, where it has one.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Order:
         share: Callable[[int], int],
         spare: Callable[[int], int],
         size: Callable[[int], int],
+        ages: Ages | None = None,
     ) -> None:
         self._index = index
         self._tier = tier
@@ -52,6 +54,7 @@ class Order:
         self._share = share
         self._spare = spare
         self._size = size
+        self._ages = ages
         self._queues: dict[tuple[int, int], _Queue] = {}
         self._first: dict[int, OrderedDict[int, None]] = {}  # by share: children above parents
         self._parked: dict[int, None] = {}
@@ -79,6 +82,8 @@ class Order:
     def insert(self, row: int) -> None:
         """A part came into the tier."""
         self._count += 1
+        if self._ages is not None:
+            self._ages.enter(row)
         self._put(row)
 
     def fill(self, rows: NDArray[np.intp], parents: NDArray[np.intp]) -> None:
@@ -87,6 +92,9 @@ class Order:
         parents: of every row that there is.
         """
         self._count += len(rows)
+        if self._ages is not None:
+            for row in rows.tolist():
+                self._ages.enter(row)
         policy = self._queue(int(rows[0])).policy
         if isinstance(policy, FillablePolicy):
             policy.fill(rows.tolist(), parents[rows].tolist())
@@ -101,6 +109,8 @@ class Order:
         """
         queues = self._among(rows)
         self._bring_back(rows, queues)
+        if self._ages is not None:
+            self._ages.used(rows)
         for queue in queues:
             if again and isinstance(queue.policy, RenewablePolicy):
                 queue.policy.renew(rows)
@@ -110,6 +120,8 @@ class Order:
     def remove(self, row: int) -> None:
         """A part left the tier."""
         self._count -= 1
+        if self._ages is not None:
+            self._ages.leave(row)
         self._take(row)
 
     def expend(self, row: int) -> None:

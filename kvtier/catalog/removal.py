@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Final
 
-from kvtier.catalog.below import LOT, Below, Part
+from kvtier.catalog.below import LOT, Below, Part, Victim
 from kvtier.catalog.expiry import NEVER, Expiry
 from kvtier.catalog.index import NO_ROW
 from kvtier.catalog.shelf import Room
@@ -74,6 +74,30 @@ class Removal(Below):
             names = self._expiry.due(now, LOT)
             self._withdraw(names, "expired")
             return len(names), self._expiry.waiting(now)
+
+    def take_idle(self, tier: int) -> list[Victim]:
+        """Take parts out of a tier that were not used for its time, LOT at most.
+
+        One that must stay is looked at again later. See ``clear`` for what the caller does.
+        """
+        with self._lock:
+            ages = self._shelves[tier].ages
+            if ages is None:
+                return []
+            self._room.settle_touches()
+            rows = [row for row in ages.overdue(LOT) if self._index.attached(row)]
+            rows.sort(key=self._index.depth.__getitem__, reverse=True)
+            found = [
+                self._take_out(row, tier, "idle") for row in rows if self._index.leaf(row, tier)
+            ]
+            self._metrics.add("idle_parts", len(found), tier=self._shelves[tier].name)
+            return found
+
+    def any_idle(self, tier: int) -> bool:
+        """Say whether parts of a tier may have gone unused for its time."""
+        with self._lock:
+            ages = self._shelves[tier].ages
+            return ages is not None and ages.waiting()
 
     def _withdraw(self, names: Sequence[RecordId], reason: str) -> tuple[int, int]:
         index, count, records = self._index, 0, 0

@@ -14,6 +14,7 @@ from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Arena, Slot, slot_bytes_for
 from kvtier.metrics import Metrics
+from kvtier.policies.ages import Ages
 from kvtier.policies.base import Policy
 
 __all__ = ["Room", "Shelf", "Victims"]
@@ -27,13 +28,14 @@ class Shelf:
     """What the Catalog keeps of one tier: its budget and the order in which parts leave it.
 
     policy: makes an empty one. shared: other hosts see the tier, and the index not all of it.
-    used_by: bytes by share.
+    ages: where what is not used for a time leaves. used_by: bytes by share.
     """
 
     name: str
     policy: Callable[[], Policy]
     capacity: int | None
     shared: bool = False
+    ages: Ages | None = None
     used: int = 0
     used_by: list[int] = field(default_factory=list)
     order: Order = field(init=False)
@@ -78,7 +80,10 @@ class Room:
                 return slot_bytes_for(self.index.raw_bytes[row])
             return self.index.charged[tier][row]
 
-        return Order(self.index, tier, shelf.policy, lambda row: shares[owner[row]], spare, size)
+        def share(row: int) -> int:
+            return shares[owner[row]]
+
+        return Order(self.index, tier, shelf.policy, share, spare, size, shelf.ages)
 
     # ---- what is used
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from kvtier.errors import ConfigError
+from kvtier.retention import Retention
+from kvtier.units import parse_seconds
 
-__all__ = ["DIRECTORY", "PART", "Count"]
+__all__ = ["DIRECTORY", "PART", "PRIORITY", "TTL", "Count"]
 
 
 class Count(click.IntRange):
@@ -48,3 +51,39 @@ class _Directory(click.Path):
 
 
 DIRECTORY: Final = _Directory(path_type=Path)
+
+
+class _Ttl(click.ParamType):
+    """A time above nothing, in seconds."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        del param, ctx
+        seconds = value if isinstance(value, float) else parse_seconds(value)
+        if not seconds > 0:
+            raise ConfigError(f"a ttl of {value} keeps nothing; leave it out to keep all")
+        return seconds
+
+
+TTL: Final = _Ttl()
+
+
+class _Priority(click.ParamType):
+    """Tokens [start, stop) of every prompt, and their priority: start, stop or None, level."""
+
+    name = "priority"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        del param, ctx
+        if isinstance(value, tuple):
+            return value
+        found = re.fullmatch(r"(\d*):(\d*)=(-?\d+)", value)
+        if found is None:
+            raise ConfigError(f"a priority looks like 0:2048=10, or 2048:=-1, not {value!r}")
+        start, stop, level = found.groups()
+        one = Retention(int(start or 0), int(stop) if stop else None, int(level))
+        return one.start, one.stop, one.priority
+
+
+PRIORITY: Final = _Priority()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvtier.cli.kinds import PART
+from kvtier.cli.kinds import PART, PRIORITY, TTL
 from kvtier.cli.output import REPORT, write_report
 from kvtier.cli.stack import replay_stack
 from kvtier.errors import ConfigError
@@ -33,6 +33,7 @@ def _print_prices(context: click.Context, _: click.Parameter, wanted: bool) -> N
 
 
 _MOST_POINTS: Final = 64
+UNITS: Final = {"ms": 1e-3, "s": 1.0}
 
 
 @click.command("replay", short_help="Replay a recorded trace under several policies.")
@@ -70,7 +71,7 @@ _MOST_POINTS: Final = 64
     type=click.Choice(["ms", "s"]),
     default="ms",
     show_default=True,
-    help="Of the trace's timestamps: Mooncake's are ms, Bailian's s; for --tier.",
+    help="Of the trace's timestamps: Mooncake's are ms, Bailian's s; for --tier and --ttl.",
 )
 @click.option(
     "--prices",
@@ -86,6 +87,20 @@ _MOST_POINTS: Final = 64
     callback=_print_prices,
     expose_value=False,
     help="Show the prices that are assumed.",
+)
+@click.option(
+    "--ttl",
+    type=TTL,
+    metavar="TIME",
+    help="What was not used for so long leaves, such as 1h; as ?ttl= of a live tier.",
+)
+@click.option(
+    "--priority",
+    "priorities",
+    multiple=True,
+    type=PRIORITY,
+    metavar="START:STOP=LEVEL",
+    help="Keep these tokens of every prompt longer, such as 0:2048=10, as a Retention does.",
 )
 @click.option("--sweep", is_flag=True, help="Try capacities from 1/64 of the blocks to all.")
 @click.option(
@@ -129,7 +144,7 @@ def replay(
     """
     from kvtier.cli.plot import check_plot, draw
     from kvtier.cli.progress import progress
-    from kvtier.planning.replay import chosen, encode
+    from kvtier.planning.replay import chosen, encode, overlay_of
     from kvtier.planning.replay import replay as run
     from kvtier.planning.trace import read_trace
 
@@ -146,6 +161,7 @@ def replay(
             "name capacities: --capacity-blocks 1000,10000, --capacity, --sweep, or a --tier"
         )
     replays: list[Replay] = []
+    unit = UNITS[options["time_unit"]]
     with progress() as tell:
         for path in traces:
 
@@ -155,8 +171,17 @@ def replay(
             trace = read_trace(path, block_size, skip_bad=options["skip_bad"], tell=read)
             swept = _swept(trace.unique) if options["sweep"] else []
             points = sorted({*sizes, *swept})
-            servable = options["servable"]
-            replays.append(run(trace, names, points, warmup=warmup, servable=servable, tell=tell))
+            replays.append(
+                run(
+                    trace,
+                    names,
+                    points,
+                    warmup=warmup,
+                    servable=options["servable"],
+                    overlay=overlay_of(trace, options["priorities"], options["ttl"], unit),
+                    tell=tell,
+                )
+            )
     if plot is not None:
         draw(replays, Path(plot))
     if json_file != "-":

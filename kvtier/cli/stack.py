@@ -50,7 +50,7 @@ def replay_stack(
 
     from kvtier.cli.progress import progress
     from kvtier.planning.prices import Prices, read_prices
-    from kvtier.planning.replay import OPTIMAL, make_policy
+    from kvtier.planning.replay import OPTIMAL, make_policy, overlay_of
     from kvtier.planning.stack import Speeds, simulate_stack
     from kvtier.planning.trace import read_trace
 
@@ -60,6 +60,7 @@ def replay_stack(
         raise ConfigError(f"--tier needs a policy; {OPTIMAL} is given as the bound")
     prices = read_prices(options["prices"]) if options["prices"] else Prices()
     found: list[Stack] = []
+    unit = 1e-3 if options["time_unit"] == "ms" else 1.0
     with progress() as tell:
         for path in traces:
             trace = read_trace(path, block_size, skip_bad=options["skip_bad"])
@@ -72,8 +73,9 @@ def replay_stack(
                     speeds=Speeds(1 / options["prefill"]),
                     prices=prices,
                     warmup=warmup,
-                    seconds_per_unit=1e-3 if options["time_unit"] == "ms" else 1.0,
+                    seconds_per_unit=unit,
                     always=options["always_load"],
+                    overlay=overlay_of(trace, options["priorities"], options["ttl"], unit),
                     tell=tell,
                 )
                 for name in names

@@ -11,7 +11,7 @@ import msgspec
 from kvtier.errors import unknown
 from kvtier.planning.compared import CostAware, Fifo, Sieve, TinyLfu, TwoQueues
 from kvtier.planning.optimum import ceiling, optimum
-from kvtier.planning.simulate import Hits, simulate
+from kvtier.planning.simulate import Hits, Overlay, simulate
 from kvtier.planning.trace import Trace
 from kvtier.policies.base import Policy
 from kvtier.policies.door import load_policy, policy_types
@@ -25,6 +25,7 @@ __all__ = [
     "chosen",
     "encode",
     "make_policy",
+    "overlay_of",
     "replay",
 ]
 
@@ -93,12 +94,14 @@ def replay(
     *,
     warmup: float,
     servable: bool = True,
+    overlay: Overlay | None = None,
     tell: Callable[[str, int, int], None] | None = None,
 ) -> Replay:
     """Replay a trace through each policy at each capacity, in blocks.
 
     warmup: fraction of the requests that only fill the cache. servable: evict no block that
-    another hangs under. tell: called with what is done, and how many of how many steps are behind.
+    another hangs under. overlay: above every policy but the optimum.
+    tell: called with what is done, and how many of how many steps are behind.
     """
     steps = [(policy, capacity) for policy in policies for capacity in capacities]
     results = []
@@ -109,7 +112,14 @@ def replay(
             hits = optimum(trace, capacity, warmup=warmup)
         else:
             make = make_policy(policy, trace)
-            hits = simulate(trace, make, capacity, warmup=warmup, servable=servable)
+            hits = simulate(
+                trace,
+                make,
+                capacity,
+                warmup=warmup,
+                servable=servable,
+                overlay=overlay or Overlay(),
+            )
         results.append(_result(policy, capacity, hits))
     most = ceiling(trace, warmup=warmup)
     counted = f"the last {100 * (1 - warmup):g}%" if warmup else "all"
@@ -126,6 +136,25 @@ def replay(
         ceiling=_result("ceiling", trace.unique, most),
         results=results,
     )
+
+
+def overlay_of(
+    trace: Trace,
+    ranges: Sequence[tuple[int, int | None, int]],
+    ttl: float | None,
+    seconds_per_unit: float = 1e-3,
+) -> Overlay:
+    """Return what lies above the policies of a trace's replay.
+
+    ranges: tokens [start, stop) of every prompt, and the priority of the blocks that they overlap;
+    where several do, the highest. ttl: in seconds. seconds_per_unit: of the trace's timestamps.
+    """
+    size, levels = trace.block_tokens, []
+    for depth in trace.depths() if ranges else ():
+        first, stop = depth * size, (depth + 1) * size
+        found = [level for a, b, level in ranges if a < stop and (b is None or first < b)]
+        levels.append(max(found, default=0))
+    return Overlay(levels, None if ttl is None else ttl / seconds_per_unit)
 
 
 def encode(replays: Sequence[Replay]) -> bytes:

@@ -3,6 +3,9 @@
 A request hits the leading run of its blocks that are there. Then all its blocks count as used,
 deepest first, so that a tail is older than its head. A block leaves only once nothing that hangs
 under it is left (no headless tails), except where `servable` is off, as most simulators have it.
+
+Two overlays lie above any policy, as in the live cache. Of priorities, all that may leave of a
+lower one leaves before any of a higher one. And what was not used for a time leaves anyway.
 """
 
 from __future__ import annotations
@@ -10,13 +13,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from kvtier.planning.trace import Trace
+from kvtier.policies.ages import Ages
 from kvtier.policies.base import Policy
 
-__all__ = ["Hits", "Tier", "leading", "simulate"]
+__all__ = ["Hits", "Overlay", "Tier", "leading", "simulate"]
 
-_NONE = -1
+_NONE: Final = -1
 
 
 @dataclass(slots=True)
@@ -52,23 +57,68 @@ class Hits:
         return 100 * self.hit_tokens / self.tokens if self.tokens else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Overlay:
+    """What lies above a policy. levels: of each block of the trace its priority, or nothing.
+
+    ttl: time after which what was not used leaves, in the trace's own unit; None for never.
+    """
+
+    levels: Sequence[int] = ()
+    ttl: float | None = None
+
+
+_PLAIN: Final = Overlay()
+
+
+class _Queue:
+    """The blocks of one priority. ready: their turn came before, and they may go."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.ready: dict[int, None] = {}
+
+
 class Tier:
-    """One tier of `capacity` blocks.
+    """One tier of `capacity` blocks. policy: makes an empty one.
 
     inside: of each block of the trace, whether it is there. entered: blocks that came in.
     """
 
-    def __init__(self, trace: Trace, policy: Policy, capacity: int, *, servable: bool) -> None:
+    def __init__(
+        self,
+        trace: Trace,
+        policy: Callable[[], Policy],
+        capacity: int,
+        *,
+        servable: bool,
+        overlay: Overlay = _PLAIN,
+    ) -> None:
         self.inside = bytearray(trace.unique)
         self._parent = trace.parent
-        self._policy = policy
+        self._levels = overlay.levels
+        self._queues = {level: _Queue(policy()) for level in sorted({*overlay.levels}) or [0]}
+        self._only = next(iter(self._queues.values()))  # where there is one
+        self._now = 0.0
+        self._depths = trace.depths() if overlay.ttl is not None else ()
+        self._ages = None if overlay.ttl is None else Ages(overlay.ttl, lambda: self._now)
         self._capacity = capacity
         self._servable = servable
         self._kids = array("i", bytes(4 * trace.unique))
         self._aside: dict[int, None] = {}
-        self._ready: dict[int, None] = {}
         self._count = 0
         self.entered = 0
+
+    def pass_time(self, now: float) -> None:
+        """Let what was not used for the tier's time leave, if it has one."""
+        self._now = now
+        if self._ages is None:
+            return
+        due = self._ages.overdue(self._count)
+        for block in sorted(due, key=self._depths.__getitem__, reverse=True):
+            if not self._servable or not self._kids[block]:
+                self._take_out(block)
+                self._drop(block)
 
     def use(self, blocks: Sequence[int], hits: int) -> None:
         """Count a request's blocks as used, deepest first; those that are absent come in.
@@ -92,13 +142,17 @@ class Tier:
                     self._enter(block)
 
     def _touch(self, blocks: Sequence[int]) -> None:
-        if self._aside or self._ready:
+        if self._ages is not None:
+            self._ages.used(blocks)
+        if self._aside or any(queue.ready for queue in self._queues.values()):
             for block in blocks:
-                if block in self._aside or block in self._ready:
+                queue = self._queue(block)
+                if block in self._aside or block in queue.ready:
                     self._aside.pop(block, None)
-                    self._ready.pop(block, None)
-                    self._policy.insert(block, block)
-        self._policy.touch(blocks[::-1])
+                    queue.ready.pop(block, None)
+                    queue.policy.insert(block, block)
+        for queue in self._queues.values():
+            queue.policy.touch(blocks[::-1])
 
     def _enter(self, block: int) -> None:
         if self._count == self._capacity and not self._evict():
@@ -109,12 +163,31 @@ class Tier:
         parent = self._parent[block]
         if parent != _NONE:
             self._kids[parent] += 1
-        self._policy.insert(block, block)
+        self._queue(block).policy.insert(block, block)
+        if self._ages is not None:
+            self._ages.enter(block)
+
+    def _queue(self, block: int) -> _Queue:
+        return self._queues[self._levels[block]] if self._levels else self._only
 
     def _evict(self) -> bool:
         block = self._victim()
         if block == _NONE:
             return False
+        self._drop(block)
+        return True
+
+    def _take_out(self, block: int) -> None:
+        """Take a block out of wherever it is: it is in one place, and a stranger to the others."""
+        queue = self._queue(block)
+        self._aside.pop(block, None)
+        queue.ready.pop(block, None)
+        queue.policy.remove(block)
+
+    def _drop(self, block: int) -> None:
+        """Let a block go, whose turn it is; its parent may be next."""
+        if self._ages is not None:
+            self._ages.leave(block)
         self.inside[block] = 0
         self._count -= 1
         parent = self._parent[block]
@@ -122,21 +195,27 @@ class Tier:
             self._kids[parent] -= 1
             if parent in self._aside and not self._kids[parent]:
                 del self._aside[parent]
-                self._ready[parent] = None
-        return True
+                self._queue(parent).ready[parent] = None
 
     def _victim(self) -> int:
-        while self._ready:
-            block = next(iter(self._ready))
-            del self._ready[block]
+        for queue in self._queues.values():
+            block = self._victim_of(queue)
+            if block != _NONE:
+                return block
+        return _NONE
+
+    def _victim_of(self, queue: _Queue) -> int:
+        while queue.ready:
+            block = next(iter(queue.ready))
+            del queue.ready[block]
             if not self._kids[block]:
                 return block
             self._aside[block] = None
-        for block in self._policy.victims():
+        for block in queue.policy.victims():
             if not self._servable or not self._kids[block]:
-                self._policy.remove(block)
+                queue.policy.remove(block)
                 return block
-            self._policy.remove(block, evicted=False)
+            queue.policy.remove(block, evicted=False)
             self._aside[block] = None
         return _NONE
 
@@ -148,6 +227,7 @@ def simulate(
     *,
     warmup: float = 0.0,
     servable: bool = True,
+    overlay: Overlay = _PLAIN,
     tell: Callable[[int], None] | None = None,
 ) -> Hits:
     """Replay a trace and return its hits.
@@ -155,10 +235,12 @@ def simulate(
     capacity: blocks. warmup: fraction of the requests, from the first, that are not counted.
     tell: called now and then with the requests that are behind.
     """
-    tier = Tier(trace, policy(), min(capacity, trace.unique), servable=servable)
+    most = min(capacity, trace.unique)
+    tier = Tier(trace, policy, most, servable=servable, overlay=overlay)
     hits, inside = Hits(), tier.inside
     first = int(len(trace) * warmup)
     for number, (blocks, tokens) in enumerate(trace.requests()):
+        tier.pass_time(trace.time(number))
         run = leading(blocks, inside)
         if number >= first:
             hits.count(len(blocks), run, tokens, trace.block_tokens)

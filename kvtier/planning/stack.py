@@ -23,7 +23,7 @@ from kvtier.cost import Costs
 from kvtier.errors import ConfigError
 from kvtier.planning.optimum import optimum
 from kvtier.planning.prices import DAY, MONTH, Prices
-from kvtier.planning.simulate import Hits, Tier
+from kvtier.planning.simulate import Hits, Overlay, Tier
 from kvtier.planning.trace import Trace
 from kvtier.policies.base import Policy
 
@@ -104,7 +104,12 @@ class _Tiers:
     """All tiers of one replay, and what they did after the warm-up."""
 
     def __init__(
-        self, trace: Trace, levels: Sequence[Level], policy: Callable[[], Policy], block_bytes: int
+        self,
+        trace: Trace,
+        levels: Sequence[Level],
+        policy: Callable[[], Policy],
+        block_bytes: int,
+        overlay: Overlay,
     ) -> None:
         self.tiers = []
         for level in levels:
@@ -112,7 +117,7 @@ class _Tiers:
             if not blocks:
                 raise ConfigError(f"{level.name} has no room for one block of {block_bytes} bytes")
             most = min(blocks, trace.unique)
-            self.tiers.append(Tier(trace, policy(), most, servable=True))
+            self.tiers.append(Tier(trace, policy, most, servable=True, overlay=overlay))
         self.hits = [0] * len(levels)
         self.read = [0] * len(levels)
 
@@ -151,16 +156,18 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
     warmup: float = 0.0,
     seconds_per_unit: float = 1e-3,
     always: bool = False,
+    overlay: Overlay | None = None,
     tell: Callable[[str, int, int], None] | None = None,
 ) -> Stack:
     """Replay a trace through a stack of tiers.
 
     seconds_per_unit: of the trace's timestamps. always: load what there is, whatever it costs.
+    overlay: above the policy of each tier.
     Raises ConfigError for tiers that have no room for a block.
     """
     size, block_bytes = trace.block_tokens, trace.block_tokens * bytes_per_token
     costs = _costs(levels, speeds)
-    tiers = _Tiers(trace, levels, policy[1], block_bytes)
+    tiers = _Tiers(trace, levels, policy[1], block_bytes, overlay or Overlay())
     first = int(len(trace) * warmup)
     hits, skipped = Hits(), 0
     ttft: list[float] = []
@@ -170,6 +177,8 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
     for number, (blocks, tokens) in enumerate(trace.requests()):
         if number == first:
             begun = [tier.entered for tier in tiers.tiers]
+        for tier in tiers.tiers:
+            tier.pass_time(trace.time(number))
         found = tiers.find(blocks)
         most = min(len(found) * size, max(tokens - 1, 0))
         cut = len(found)

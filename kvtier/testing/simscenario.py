@@ -64,7 +64,7 @@ class Scenario:
     herd: all clients want the same prompt at the same time, and DRAM has just been cleared.
     crashes: the step at which each life ends, before the last; at rest if it has fewer. in_write:
     not before a write to a store is under way, unless that takes 300 steps.
-    policy: of all tiers.
+    policy, ttl: of all tiers; the latter of those that are not shared.
     order: see Conditions; with ``fifo`` nothing stalls. cancel_at, shuffle: see Conditions.
     """
 
@@ -86,6 +86,7 @@ class Scenario:
     cancel_at: Cancel | None = None
     shuffle: int = 0
     policy: str = "lru"
+    ttl: float | None = None
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:

@@ -85,7 +85,9 @@ class World:
         self.ledgers: dict[int, Ledger] = {}
         settings = [self._open(number, one) for number, one in enumerate(scenario.tiers, 1)]
         quotas = draw_quotas(loop, scenario) if self.atomic else {}
-        config = Config(scenario.dram_slots * PAGE_BYTES, tuple(settings), quotas, scenario.policy)
+        config = Config(
+            scenario.dram_slots * PAGE_BYTES, tuple(settings), quotas, scenario.policy, scenario.ttl
+        )
         flow = SimFlow(loop)
         self.cache = self.open_cache(config, namespace, flow)
         self.oracle = Oracle(self.cache, self.model, loop.time)
@@ -149,6 +151,7 @@ class World:
             store=store,
             write_budget=a_day,
             policy=self.scenario.policy,
+            ttl=None if shape.shared else self.scenario.ttl,
         )
 
     async def live(self) -> None:

@@ -102,7 +102,7 @@ def test_the_optimum_is_what_an_exhaustive_search_finds(prompts, capacity):
 def test_a_servable_cache_has_no_headless_tails(name, prompts, capacity):
     """Whatever the policy prefers; the tier has room for each prompt."""
     trace = trace_of(prompts)
-    tier = Tier(trace, make_policy(name, trace)(), capacity, servable=True)
+    tier = Tier(trace, make_policy(name, trace), capacity, servable=True)
     for blocks, _ in trace.requests():
         tier.use(blocks, leading(blocks, tier.inside))
         inside = [block for block in range(trace.unique) if tier.inside[block]]
@@ -116,7 +116,7 @@ def test_without_that_care_a_policy_leaves_tails():
     trace = trace_of(prompts)
     headless = 0
     for name in NAMES:
-        tier = Tier(trace, make_policy(name, trace)(), 5, servable=False)
+        tier = Tier(trace, make_policy(name, trace), 5, servable=False)
         for blocks, _ in trace.requests():
             tier.use(blocks, leading(blocks, tier.inside))
         headless += sum(
