@@ -53,7 +53,7 @@ class _Directory(click.Path):
 DIRECTORY: Final = _Directory(path_type=Path)
 
 
-class _Ttl(click.ParamType):
+class _Ttl(click.types.StringParamType):
     """A time above nothing, in seconds."""
 
     name = "time"
@@ -69,7 +69,7 @@ class _Ttl(click.ParamType):
 TTL: Final = _Ttl()
 
 
-class _Priority(click.ParamType):
+class _Priority(click.types.StringParamType):
     """Tokens [start, stop) of every prompt, and their priority: start, stop or None, level."""
 
     name = "priority"
