@@ -82,9 +82,19 @@ class Rig:
             self._queue.enqueue(piece)
         return self.compute.record()
 
-    def write(self, blocks: Sequence[int], value: int, after: Sequence[Fence] = ()) -> Fence:
+    def hold(self, fence: Fence) -> None:
+        """Let what the host computes next come after a fence, as an engine does."""
+        self.device.hold(fence, _SECONDS)
+
+    def write(
+        self,
+        blocks: Sequence[int],
+        value: int,
+        after: Sequence[Fence] = (),
+        layers: slice = slice(None),
+    ) -> Fence:
         """Compute blocks, plane by plane."""
-        parts = [self.kv[plane, block] for plane in range(PLANES) for block in blocks]
+        parts = [plane[block] for plane in self.kv[layers] for block in blocks]
         pieces = [partial(part.fill, value) for part in parts]
         return self.launch(f"computing {value} into blocks {blocks}", pieces, after, writes=parts)
 
@@ -101,9 +111,15 @@ class Rig:
         inner = stream.inner.handle if isinstance(stream.inner, CudaStream) else stream.inner
         cast("CpuStream", inner).enqueue(work)
 
-    def store(self, blocks: Sequence[int], slot: int, after: Sequence[Fence]) -> Fence:
+    def store(
+        self,
+        blocks: Sequence[int],
+        slot: int,
+        after: Sequence[Fence],
+        layers: slice = slice(None),
+    ) -> Fence:
         """Copy blocks into a slot."""
-        copy = Copy(self.kv, blocks, self.slots[slot])
+        copy = Copy(self.kv, blocks, self.slots[slot]).cut(layers)
         return self.device.gather(self.device.stream("store"), [copy], after)
 
     def load(

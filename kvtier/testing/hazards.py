@@ -207,6 +207,39 @@ def half_a_batch_published(rig: Rig, edge: bool) -> bool:  # noqa: FBT001
     return seen in ([], [[7], [7]])
 
 
+def layer_read_early(rig: Rig, edge: bool) -> bool:  # noqa: FBT001
+    """Layers are computed behind a load, all of them once the first of them has landed."""
+    rig.fill(0, 5)
+    seen: list[int] = []
+    landed = rig.load([3, 4], 0, groups=PLANES)
+    for layer, fence in enumerate(landed):
+        rig.hold(fence if edge else landed[0])
+        rig.attend(4, seen, (), slice(layer, layer + 1))
+    rig.close()
+    return seen == [5] * PLANES
+
+
+def layer_leaves_early(rig: Rig, edge: bool) -> bool:  # noqa: FBT001
+    """A layer's blocks are stored when the layer before it is computed."""
+    computed: list[Fence] = []
+    for layer in range(PLANES):
+        some = slice(layer, layer + 1)
+        computed.append(rig.write([1, 2], 7, (), some))
+        rig.store([1, 2], 0, computed[-1:] if edge else computed[-2:-1], some)
+    rig.close()
+    return values(rig.slots[0]) == [7]
+
+
+def slot_freed_halfway(rig: Rig, edge: bool) -> bool:  # noqa: FBT001
+    """A slot takes another chunk when the first group of a load's layers has landed."""
+    rig.fill(0, 5)
+    landed = rig.load([3, 4], 0, groups=2)
+    settled(landed if edge else landed[:1])
+    rig.fill(0, 9)
+    rig.close()
+    return values(rig.kv[:, 3:5]) == [5]
+
+
 HAZARDS: Final[tuple[Hazard, ...]] = (
     store_before_compute,
     block_reused_under_store,
@@ -223,6 +256,9 @@ HAZARDS: Final[tuple[Hazard, ...]] = (
     event_recorded_anew,
     memory_freed_in_flight,
     half_a_batch_published,
+    layer_read_early,
+    layer_leaves_early,
+    slot_freed_halfway,
 )
 
 

@@ -40,11 +40,11 @@ CHUNK: Final = 64
 _GIVE_UP_SECONDS: Final = 20.0
 
 
-def small_model(seed: int = 1) -> Model:
+def small_model(seed: int = 1, layers: int = 2) -> Model:
     """Return a random Llama of two layers, whose answers depend on every bit of KV."""
     config = ModelConfig(
         vocab_size=97,
-        layers=2,
+        layers=layers,
         hidden_size=48,
         heads=6,
         kv_heads=2,
@@ -98,13 +98,20 @@ class GatedStore(MemoryStore):
 class Serving:
     """An engine, its cache of dram and one tier below, and the connector between them.
 
-    chunks: room in dram. below: URL of the other tier; a GatedStore by default. engine: options
-    of the Engine; its own prefix cache is off unless asked for, so that what was served before
-    comes from the Cache.
+    chunks: room in dram. below: URL of the other tier; a GatedStore by default. device: copies.
+    groups: of layers, see ``Cache.bind``. engine: options of the Engine; its own prefix cache is
+    off unless asked for, so that what was served before comes from the Cache.
     """
 
     def __init__(
-        self, model: AnyModel, *, chunks: int = 64, below: str | None = None, **engine: Any
+        self,
+        model: AnyModel,
+        *,
+        chunks: int = 64,
+        below: str | None = None,
+        device: CpuDevice | None = None,
+        groups: int | None = None,
+        **engine: Any,
     ) -> None:
         geometry = kvtier.Geometry(
             model.components,
@@ -117,10 +124,11 @@ class Serving:
         chunk = sum(map(slot_bytes_for, chunk_shape(geometry).nbytes))
         config = kvtier.Config(chunks * chunk, (tier,))
         self.cache = kvtier.open(config, namespace=kvtier.Namespace("small", geometry))
-        self.device = CpuDevice()
+        self.device = CpuDevice() if device is None else device
         options: dict[str, Any] = {"num_blocks": 64, "chunk_tokens": CHUNK, "prefix_cache": False}
         self.engine = Engine(model, **(options | engine))
-        self.connector = ReferenceConnector(self.cache, self.engine.kv, self.device, always=True)
+        kv, device = self.engine.kv, self.device
+        self.connector = ReferenceConnector(self.cache, kv, device, always=True, groups=groups)
         self.engine.connect(self.connector)
 
     def answer(
