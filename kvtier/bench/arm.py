@@ -39,6 +39,7 @@ from kvtier.errors import KvtierError, MisuseError
 
 __all__ = ["Arm", "main"]
 
+_CHAOS_GROUPS: Final = 8
 _FLUSH_SECONDS: Final = 120.0
 _SPARE_BLOCKS: Final = 16
 
@@ -111,7 +112,14 @@ class Arm:
             named = device_named(request.device)
             self._device = named if chaos is None else Checked(ChaosDevice(chaos))
             # What a tier takes is the question here, also where it takes longer than computing.
-            connector = ReferenceConnector(self._cache, self._engine.kv, self._device, always=True)
+            # An odd order is the odder the more groups of layers there are.
+            connector = ReferenceConnector(
+                self._cache,
+                self._engine.kv,
+                self._device,
+                always=True,
+                groups=None if chaos is None else _CHAOS_GROUPS,
+            )
             self._engine.connect(connector)
 
     def _empty(self, tiers: list[str]) -> None:
