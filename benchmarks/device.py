@@ -7,8 +7,12 @@ fence is done, and by CPU time, which others on this machine disturb less, besid
 as many bytes part by part; interleaved, in memory that no cache holds. A block has 32 KiB a plane,
 as 16 tokens of Llama-3-8B have; smaller ones are shown beside it. Scattered blocks of 2 KiB a
 plane wait for memory more than for the copy: a loop of memcpy in C is not faster there.
-submit: how long the call itself takes for a part of 2 MiB, of 64 planes; checked: the same in the
-race checker. With --device cuda it is the GPU that is measured, by ``device_gpu.py``.
+submit: how long the call itself takes for a part of 2 MiB, of 64 planes, of 16 blocks; and of 256
+that are smaller, scattered, with holes, or in a row; by the clock, and by this thread's CPU time.
+checked: the same in the race checker. planned: what a GPU's device does before the driver's calls,
+by CPU time, with a driver that does nothing: for sixteen such chunks in one call, microseconds a
+chunk of each way, and a run of bytes of the batched one. With --device cuda it is the GPU that is
+measured, by ``device_gpu.py``.
 """
 
 from __future__ import annotations
@@ -21,13 +25,18 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from kvtier.device.base import Copy, Device
-from kvtier.device.cpu import CpuDevice
+from kvtier.device.base import HOLE, Copy, Device
+from kvtier.device.cpu import CpuDevice, CpuFence
+from kvtier.device.cuda import CudaDevice
+from kvtier.device.descriptors import describe, joined
+from kvtier.device.paths import DEFAULT, PATHS, Choice
 from kvtier.device.race import Checked
 from kvtier.errors import ConfigError
+from kvtier.testing.cpu_driver import CpuDriver
 
 PLANES, BLOCKS = 64, 16
 PLANE_BYTES = {"32KiB": 32 << 10, "8KiB": 8 << 10, "2KiB": 2 << 10}  # of a block; the first counts
@@ -35,7 +44,13 @@ CALL = 32 << 20  # bytes of parts that one call copies, as one prompt has severa
 SIZES = {"2MiB": 2 << 20, "16MiB": 16 << 20}
 ROUNDS = 25
 MEMORY = 256 << 20  # of each kind
-LIMITS = {"gather": 0.8, "scatter": 0.8, "submit": 30.0}
+LIMITS = {"gather": 0.8, "scatter": 0.8, "submit": 30.0, "batch_us_per_run": 0.6}
+KINDS = {
+    "16 blocks": ("scattered", BLOCKS),
+    "256 blocks": ("scattered", 256),
+    "256 blocks with holes": ("with holes", 256),
+    "256 blocks in a row": ("in a row", 256),
+}
 SECONDS = 60.0
 
 
@@ -84,18 +99,73 @@ def copy(device: Device, name: str, copies: list[Copy]) -> None:
         device.scatter(device.stream("load"), [copies], ())[-1].wait(SECONDS)
 
 
-def submit(device: Device) -> dict[str, float]:
-    """Return the microseconds that a call takes, of a chunk of 2 MiB."""
-    block = SIZES["2MiB"] // PLANES // BLOCKS
-    pages = np.ones((PLANES, 8 * BLOCKS, block), np.uint8)
-    copy = Copy(pages, tuple(range(0, 8 * BLOCKS, 8)), np.ones((PLANES, BLOCKS, block), np.uint8))
-    times = []
+def ids(kind: str, count: int) -> tuple[int, ...]:
+    """Return the blocks of a chunk, of eight times as many that there are."""
+    if kind == "in a row":
+        return tuple(range(count))
+    holes = kind == "with holes"
+    return tuple(HOLE if holes and at % 4 == 1 else 8 * at for at in range(count))
+
+
+def chunk(kind: str, count: int) -> Copy:
+    """Return the copy of a chunk of 2 MiB."""
+    block = SIZES["2MiB"] // PLANES // count
+    pages = np.ones((PLANES, 8 * count, block), np.uint8)
+    return Copy(pages, ids(kind, count), np.ones((PLANES, count, block), np.uint8))
+
+
+def submit(device: Device, kind: str = "scattered", count: int = BLOCKS) -> dict[str, Any]:
+    """Return the microseconds that a call takes, of a chunk of 2 MiB in so many blocks."""
+    copy, times, used = chunk(kind, count), [], []
     for _ in range(ROUNDS * 5):
-        begin = time.perf_counter()
+        begin, began = time.perf_counter(), time.thread_time()
         fence = device.gather(device.stream("store"), [copy], (device.host_fence(),))
+        used.append((time.thread_time() - began) * 1e6)
         times.append((time.perf_counter() - begin) * 1e6)
         fence.wait(SECONDS)
-    return spread(times[1:])
+    return {**spread(times[1:]), "cpu": spread(used[1:])}
+
+
+class Idle(CpuDriver):
+    """A driver that does nothing: what is left is the planner."""
+
+    def record(self, _: Any) -> CpuFence:
+        """Return what is done."""
+        fence = CpuFence()
+        fence.settle()
+        return fence
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Wait for nothing."""
+
+    def copy(self, stream: Any, to: int, of: int, nbytes: int) -> None:
+        """Copy nothing."""
+
+    def batch(self, stream: Any, table: Any) -> None:
+        """Copy nothing."""
+
+    def launch(self, stream: Any, table: int, runs: int, grid: int) -> None:
+        """Copy nothing."""
+
+
+def planned(kind: str, count: int) -> dict[str, Any]:
+    """Return the microseconds of planning a chunk, way by way, and a run of a batched copy."""
+    copy, many = chunk(kind, count), 16
+    slots = np.ones((many, *copy.slot.shape), np.uint8)
+    copies = [Copy(copy.pages, copy.blocks, slot) for slot in slots]
+    runs = len(joined(describe(copies)))
+    found: dict[str, Any] = {"runs": runs}
+    with closing(CudaDevice(Idle(), DEFAULT)) as device:
+        device.pin(slots)
+        for way in PATHS:
+            device.way, used = Choice(way), []
+            for _ in range(ROUNDS + 1):
+                begin = time.thread_time()
+                device.gather(device.stream("store"), copies, ())
+                used.append((time.thread_time() - begin) * 1e6)
+            found[way] = spread([one / many for one in used[1:]])
+    found["batch_us_per_run"] = found["batch"]["median"] * many / runs
+    return found
 
 
 def on_gpu(path: Path | None) -> int:
@@ -126,10 +196,12 @@ def main() -> int:
         return on_gpu(options.json)
     with closing(CpuDevice()) as device:
         told, checked = submit(device), submit(Checked(device))
+        others = {name: submit(device, *kind) for name, kind in KINDS.items()}
         ratios = {
             kind: {name: over_copyto(device, size, block) for name, size in SIZES.items()}
             for kind, block in PLANE_BYTES.items()
         }
+    plans = {name: planned(*kind) for name, kind in KINDS.items()}
     counted = ratios[next(iter(PLANE_BYTES))]
     cpu: dict[str, object] = {
         f"{way}_over_copyto": {name: row[way]["median"] for name, row in counted.items()}
@@ -137,6 +209,7 @@ def main() -> int:
     }
     cpu["submit_us_per_chunk"] = told["median"]
     cpu["checked_submit_us_per_chunk"] = checked["median"]
+    cpu["submit_us"], cpu["planned_us"] = others, plans
     cpu["spread"] = {"over_copyto": ratios, "submit_us": told, "checked_submit_us": checked}
     for kind, sizes in ratios.items():
         for name, row in sizes.items():
@@ -148,8 +221,16 @@ def main() -> int:
                 )
                 print(f"({low:.2f} to {high:.2f})")
     print(f"submit   {told['median']:6.1f} us a chunk, {checked['median']:.1f} us checked")
+    for name, one in others.items():
+        print(
+            f"submit   {one['median']:6.1f} us ({one['min']:.1f} to {one['max']:.1f}), "
+            f"{one['cpu']['median']:.1f} us of CPU time: a chunk of {name}"
+        )
+    for name, one in plans.items():
+        ways = ", ".join(f"{way} {one[way]['median']:.1f}" for way in PATHS)
+        print(f"planned  {ways} us a chunk, {one['batch_us_per_run']:.3f} us a run: {name}")
     print(f"limits: gather {LIMITS['gather']}, scatter {LIMITS['scatter']} of copyto, ", end="")
-    print(f"submit {LIMITS['submit']:g} us")
+    print(f"submit {LIMITS['submit']:g} us, a run of a batch {LIMITS['batch_us_per_run']:g} us")
     print("gpu: not run")
     if options.json:
         options.json.write_text(json.dumps({"cpu": cpu, "gpu": "not run"}, indent=1) + "\n")

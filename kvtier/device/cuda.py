@@ -29,6 +29,8 @@ IN_FLIGHT: Final = 64
 """Operations of one stream that are enqueued at a time. With some 1,000 an A100's queue is full,
 and to enqueue takes 180 us and not 2: vllm-project/vllm#29013."""
 STAGING_BYTES: Final = 32 << 20
+_FEW_COPIES: Final = 8
+"""Over the link, of one staged copy: each is a call of the driver, of a microsecond or two."""
 _TABLE_BYTES: Final = 64 << 10  # of 2,730 runs; larger ones are had when they come
 _CLOSE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 50e-6
@@ -257,17 +259,20 @@ class CudaDevice:
         """Enqueue runs, on the way that is best for them."""
         if not len(runs):
             return
-        driver, total = self.driver, runs.total
-        choice = self.way or self._table.choose(role, total, len(runs), batches=driver.batches)
+        batches = self.driver.batches
+        choice = self.way or self._table.choose(role, runs.total, len(runs), batches=batches)
         if choice.way == "batch":
-            with stream.turn() as turn:
-                turn.table = runs.table(into_slot=into_slot)  # kept: it may be read after the call
-                driver.batch(stream.handle, turn.table)
+            self._batch(stream, runs, into_slot=into_slot)
         elif choice.way == "direct":
             self._launch(stream, cut(runs), choice.grid, into_slot=into_slot)
         else:
             for part in _lots(cut(runs, min(CUT_BYTES, self._staging_bytes)), self._staging_bytes):
                 self._stage(stream, part, into_slot=into_slot)
+
+    def _batch(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
+        with stream.turn() as turn:
+            turn.table = runs.table(into_slot=into_slot)  # kept: it may be read after the call
+            self.driver.batch(stream.handle, turn.table)
 
     def _launch(self, stream: CudaStream, runs: Runs, grid: int, *, into_slot: bool) -> None:
         with stream.turn() as turn:
@@ -282,12 +287,15 @@ class CudaDevice:
         """
         ends = np.cumsum(runs.nbytes, dtype=np.uint64)
         staged = ends - runs.nbytes + np.uint64(self._staging[stream].address)
-        link = joined(Runs(staged, runs.slots, runs.nbytes)).table(into_slot=into_slot)
+        link = joined(Runs(staged, runs.slots, runs.nbytes))
         inside = Runs(runs.pages, staged, runs.nbytes)
         if into_slot:
             self._launch(stream, inside, self.driver.processors, into_slot=True)
-        for to, of, nbytes in link.T.tolist():
-            self.driver.copy(stream.handle, to, of, nbytes)
+        if len(link) > _FEW_COPIES and self.driver.batches:  # holes in the slots, say
+            self._batch(stream, link, into_slot=into_slot)
+        else:
+            for to, of, nbytes in link.table(into_slot=into_slot).T.tolist():
+                self.driver.copy(stream.handle, to, of, nbytes)
         if not into_slot:
             self._launch(stream, inside, self.driver.processors, into_slot=False)
 

@@ -54,25 +54,20 @@ def describe(copies: Sequence[Copy]) -> Runs:
     Raises MisuseError where blocks do not match their slot, or are not among the pages.
     """
     each = [_placed(copy) for copy in copies]
-    total = sum(len(planes) * len(blocks) for (planes, blocks), _, _ in each)
-    runs = Runs(*np.empty((3, total), np.uint64))
+    runs = Runs(*np.empty((3, sum(pages.size for pages, _, _ in each)), np.uint64))
     at = 0
     for pages, slots, size in each:
-        shape = (len(pages[0]), len(pages[1]))
-        here = slice(at, at + shape[0] * shape[1])
-        np.add(pages[0][:, None], pages[1], out=runs.pages[here].reshape(shape))
-        np.add(slots[0][:, None], slots[1], out=runs.slots[here].reshape(shape))
-        runs.nbytes[here] = size
+        here = slice(at, at + pages.size)
+        runs.pages[here], runs.slots[here], runs.nbytes[here] = pages.ravel(), slots.ravel(), size
         at = here.stop
     return runs
 
 
-_Places = tuple[Numbers, Numbers]
-"""Where planes begin, and how far into one its blocks do."""
+def _placed(copy: Copy) -> tuple[Numbers, Numbers, int]:
+    """Return where a copy's blocks are, in the pages and in the slot, and their bytes.
 
-
-def _placed(copy: Copy) -> tuple[_Places, _Places, int]:
-    """Return the places of a copy's blocks, in the pages and in the slot, and their bytes."""
+    Addresses [planes, blocks].
+    """
     count, among, size = copy.pages.shape
     blocks = copy.blocks
     if copy.slot.shape != (count, len(blocks), size):
@@ -87,11 +82,11 @@ def _placed(copy: Copy) -> tuple[_Places, _Places, int]:
     return _addresses(copy.pages, ids[places]), _addresses(copy.slot, places), size
 
 
-def _addresses(array: NDArray[np.uint8], places: NDArray[np.int64]) -> _Places:
-    base = int(array.__array_interface__["data"][0])
+def _addresses(array: NDArray[np.uint8], places: NDArray[np.int64]) -> Numbers:
     along, across, _ = array.strides
+    base = int(array.__array_interface__["data"][0])
     starts = np.arange(len(array)) * along + base
-    return starts.view(np.uint64), (places * across).view(np.uint64)
+    return (starts[:, None] + places * across).view(np.uint64)
 
 
 def joined(runs: Runs) -> Runs:

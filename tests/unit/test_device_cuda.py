@@ -29,7 +29,7 @@ every_way = pytest.mark.parametrize("way", WAYS, ids=PATHS)
 
 
 def made(way=None, driver=None, **options):
-    return CudaDevice(driver or CpuDriver(), DEFAULT, way, staging_bytes=160, **options)
+    return CudaDevice(driver or CpuDriver(), DEFAULT, way, **{"staging_bytes": 160, **options})
 
 
 def pages(seed: int = 0) -> np.ndarray:
@@ -103,6 +103,23 @@ def test_each_way_is_the_one_that_was_chosen(way, calls):
         device.pin(slots)
         gather(device, [Copy(kv, (1, 3, 5, 9), slots)]).wait(SECONDS)
     assert set(driver.calls) == calls
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_what_lies_apart_in_slots_is_staged_by_few_calls(batches):
+    kv = np.random.default_rng(0).integers(0, 200, (20, 12, BYTES), np.uint8)
+    slot, back, driver = np.zeros((20, 3, BYTES), np.uint8), np.zeros_like(kv), CpuDriver()
+    driver.batches, ids = batches, (1, HOLE, 3)
+    with closing(made(Choice("staged"), driver, staging_bytes=1 << 20)) as device:
+        device.pin(slot)
+        assert gather(device, [Copy(kv, ids, slot)]).wait(SECONDS)
+        assert scatter(device, [Copy(back, ids, slot)])[-1].wait(SECONDS)
+    assert np.array_equal(slot[:, [0, 2]], kv[:, [1, 3]])
+    assert not slot[:, 1].any()
+    assert np.array_equal(back[:, [1, 3]], kv[:, [1, 3]])
+    tables = 2  # a copy each, of what the kernel reads
+    assert driver.calls.count("batch") == (2 if batches else 0)
+    assert driver.calls.count("copy") - tables == (0 if batches else 2 * 21)
 
 
 def test_without_a_choice_the_table_says():
