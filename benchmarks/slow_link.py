@@ -73,8 +73,9 @@ async def serve(port: int, bytes_per_s: float) -> None:
     there, back = Way(bytes_per_s), Way(bytes_per_s)
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        answers, server = await asyncio.open_connection("127.0.0.1", port)
-        await asyncio.gather(there.carry(reader, server), back.carry(answers, writer))
+        with contextlib.suppress(asyncio.CancelledError):  # the end of all of it
+            answers, server = await asyncio.open_connection("127.0.0.1", port)
+            await asyncio.gather(there.carry(reader, server), back.carry(answers, writer))
 
     server = await asyncio.start_server(client, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)

@@ -73,7 +73,8 @@ def tier_rung(url: str) -> Rung:
     given = url.partition("?")[2]
     more = [
         option
-        for option in ("admission=through", "write_budget=unlimited")
+        # What is written is not KV: a codec would make too much of it.
+        for option in ("admission=through", "write_budget=unlimited", "codec=raw")
         if option.partition("=")[0] not in given
     ]
     name = f"kvtier doctor {os.getpid()}"

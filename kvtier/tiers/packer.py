@@ -6,8 +6,9 @@ is, so it is taken for a part alone. A read of it finds nothing then, the index 
 next look-up finds the pack.
 
 Whether a codec made the parts of a pack smaller, and where they lie then, its beginning says. A
-pack of which that is not known is taken for one like the last that was looked into; where a part
-is not found in its place, the beginning is read, and then the part once more.
+pack of which that is not known is taken for one like the last that was looked into, and the first
+one is looked into where there is a codec; where a part is not found in its place, the beginning is
+read, and then the part once more.
 """
 
 from __future__ import annotations
@@ -57,6 +58,13 @@ class _Member(NamedTuple):
     nbytes: int
 
 
+class _Missed(NamedTuple):
+    """A part that was not where it was looked for, and what the Store said of that place."""
+
+    member: _Member
+    span: Status
+
+
 class _Pack:
     """The parts of a pack that is there, and of how many this process has no use any more.
 
@@ -91,7 +99,7 @@ class Packer:
     def __init__(self, store: SpanStore) -> None:
         self._store = store
         self.coding: Coding | None = None
-        self._sized = False  # what was looked into last was of version 2
+        self._sized: bool | None = None  # whether what was looked into last was of version 2
         self._lock = threading.Lock()
         self._packs: OrderedDict[RecordId, _Pack] = OrderedDict()
         self._places: dict[RecordId, _Place] = {}
@@ -202,18 +210,16 @@ class Packer:
         reads = self._store.read_many([ids[at] for at in alone], [into[at] for at in alone])
         for at, read in zip(alone, reads, strict=True):
             out[at] = read
-        if self._sized:
+        if self._sized if self._sized is not None else self.coding is not None:
             self._look(packed, anew=False)
         missed = self._read_packed(packed, ids, into, out)
-        elsewhere = {at: packed[at] for at, span in missed.items() if span is not Status.ABSENT}
-        changed = self._look(elsewhere, anew=True)
-        again = {at: name for at, name in elsewhere.items() if name in changed}
-        for at in again:
-            del missed[at]
-        missed |= self._read_packed(again, ids, into, out)
+        there = [at for at, one in missed.items() if one.span is not Status.ABSENT]
+        self._look({at: packed[at] for at in there}, anew=True)
+        again = self._elsewhere({at: missed.pop(at) for at in there}, ids, missed)
+        missed |= self._read_packed({at: packed[at] for at in again}, ids, into, out)
         with self._lock:
-            for at, span in missed.items():
-                if span is not Status.OK:  # it is gone, or there otherwise packed
+            for at, one in missed.items():
+                if one.span is not Status.OK:  # it is gone, or there otherwise packed
                     self._forget(packed[at])
         return out
 
@@ -231,11 +237,8 @@ class Packer:
                     packed[at] = place.pack
         return alone, packed
 
-    def _look(self, packed: Mapping[int, RecordId], *, anew: bool) -> set[RecordId]:
-        """Read where the parts of packs lie; return the packs of which that was not known so.
-
-        anew: of those too that were looked into before.
-        """
+    def _look(self, packed: Mapping[int, RecordId], *, anew: bool) -> None:
+        """Read where the parts of packs lie. anew: of those too that were looked into before."""
         names: list[RecordId] = []
         with self._lock:
             for name in dict.fromkeys(packed.values()):
@@ -245,18 +248,30 @@ class Packer:
         heads = [bytearray(head_bytes(order_of(name))) for name in names]
         spans = [Span(name, 0, [memoryview(head)]) for name, head in zip(names, heads, strict=True)]
         statuses = self._store.read_spans(spans) if spans else []
-        changed: set[RecordId] = set()
         with self._lock:
             for name, head, status in zip(names, heads, statuses, strict=True):
                 known = self._packs.get(name)
-                if status is not Status.OK or known is None:
-                    continue
-                lengths = lengths_in(bytes(head), order_of(name))
-                if (known.lengths or ()) != lengths:
-                    changed.add(name)
-                known.lengths = lengths
-                self._sized = bool(lengths)
-        return changed
+                if status is Status.OK and known is not None:
+                    known.lengths = lengths_in(bytes(head), order_of(name))
+                    self._sized = bool(known.lengths)
+
+    def _elsewhere(
+        self, missed: Mapping[int, _Missed], ids: Sequence[RecordId], still: dict[int, _Missed]
+    ) -> list[int]:
+        """Return those that lie elsewhere than they were looked for; the others are still missed.
+
+        What was looked for, and not what was known before the look: another thread may have looked
+        meanwhile.
+        """
+        again: list[int] = []
+        with self._lock:
+            for at, one in missed.items():
+                place = self._places.get(ids[at])
+                if place and self._packs[place.pack].member(at, place) != one.member:
+                    again.append(at)
+                else:
+                    still[at] = one
+        return again
 
     def _read_packed(
         self,
@@ -264,11 +279,8 @@ class Packer:
         ids: Sequence[RecordId],
         into: Sequence[memoryview],
         out: list[Read],
-    ) -> dict[int, Status]:
-        """Read parts from packs; return those that were not where they were looked for.
-
-        With what the Store said of that place: nothing is there, or something else.
-        """
+    ) -> dict[int, _Missed]:
+        """Read parts from packs; return those that were not where they were looked for."""
         members: list[_Member] = []
         with self._lock:
             for at in packed:
@@ -277,12 +289,12 @@ class Packer:
                     one = self._packs[place.pack].member(at, place)
                     if len(into[at]) >= one.nbytes:
                         members.append(one)
-        missed: dict[int, Status] = {}
+        missed: dict[int, _Missed] = {}
         for one, span, read in self._read_members(members, into):
             out[one.at] = read
             found = read.header is not None and read.header.id == ids[one.at]
             if not found and span is not Status.FAILED:
-                missed[one.at] = span
+                missed[one.at] = _Missed(one, span)
         return missed
 
     def _read_members(
