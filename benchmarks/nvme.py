@@ -39,7 +39,7 @@ from typing import Any
 from nvme_cases import GIB, MIB, churn, grown, larger_than_cache, memory_group, waste
 from nvme_peers import Driver, FilePerChunk, Fio, LmdbValues, Missing, Pass, Records, Slab, opened
 
-from kvtier.cli.plot import check_plot
+from kvtier.cli.output import check_plot
 from kvtier.testing.overrun import overrun
 
 THREADS = 4

@@ -68,11 +68,11 @@ def parse_fraction(value: object) -> float:
     return float(number) / 100 if percent else float(number)
 
 
-def format_bytes(count: int) -> str:
+def format_bytes(count: int, digits: int = 4) -> str:
     """Return `count` bytes in the largest binary unit that keeps it at one or more."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if count >= _BYTES[unit.lower()]:
-            return f"{_short(count / _BYTES[unit.lower()], 4)} {unit}"
+            return f"{_short(count / _BYTES[unit.lower()], digits)} {unit}"
     return f"{count} B"
 
 

@@ -16,10 +16,12 @@ import msgspec
 from kvtier.bench.messages import Build, Built, Failed, Reply, Request
 from kvtier.bench.workloads import (
     Encode,
+    LongDoc,
     MultiTurn,
     SharedPrefix,
     conversations,
     distinct_prompts,
+    documents,
     shared_prefixes,
 )
 from kvtier.errors import KvtierError
@@ -62,6 +64,8 @@ def build(request: Build, encode: Encode) -> Built:
     if isinstance(shape, MultiTurn):
         talks = conversations(encode, shape, request.seed, request.chunk_tokens)
         return Built(conversations=talks)
+    if isinstance(shape, LongDoc):
+        return Built(groups=documents(encode, shape, request.seed, request.chunk_tokens))
     return Built(prompts=distinct_prompts(encode, shape, request.seed))
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Final
 
+import msgspec
 import torch
 
 import kvtier
@@ -23,18 +25,21 @@ from kvtier.bench.messages import (
     Open,
     Plain,
     PlainTook,
+    Replay,
+    Replayed,
     Reply,
     Request,
     Serve,
     Served,
 )
 from kvtier.bench.models import BLOCK_TOKENS, BenchModel, load_model
+from kvtier.bench.recorded import Asked, prompt
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.base import Device
 from kvtier.device.chaos import ChaosDevice
 from kvtier.device.named import device_named
 from kvtier.device.race import Checked
-from kvtier.engine import Engine, Model, Sampling, plain_prefill
+from kvtier.engine import Engine, Model, Sampling, Stats, plain_prefill
 from kvtier.errors import KvtierError, MisuseError
 
 __all__ = ["Arm", "main"]
@@ -63,9 +68,11 @@ class Arm:
             case Open():
                 self._open(request)
             case Empty():
-                self._empty(request.tiers)
+                self._empty(request)
             case Serve():
                 return self._serve(request)
+            case Replay():
+                return self._replay(request)
             case Plain():
                 return self._plain(request.tokens)
         return Done()
@@ -80,7 +87,7 @@ class Arm:
             self._device.close()
 
     def _load(self, request: LoadModel) -> ModelLoaded:
-        self._loaded = load_model(request.model, request.chunk_tokens)
+        self._loaded = load_model(request)
         namespace = self._loaded.namespace
         return ModelLoaded(
             name=namespace.model,
@@ -98,9 +105,10 @@ class Arm:
             self._cache = kvtier.open(*request.tiers, namespace=loaded.namespace)
         self._engine = Engine(
             loaded.model,
-            num_blocks=-(-request.tokens // BLOCK_TOKENS) + _SPARE_BLOCKS,
+            num_blocks=-(-request.tokens // BLOCK_TOKENS) + _SPARE_BLOCKS * request.spare,
             block_tokens=BLOCK_TOKENS,
             prefix_cache=request.prefix_cache,
+            clock=loaded.clock,
             device=request.device,
         )
         if isinstance(self._engine.model, Model):
@@ -122,9 +130,10 @@ class Arm:
             )
             self._engine.connect(connector)
 
-    def _empty(self, tiers: list[str]) -> None:
-        self._running().reset_prefix_cache()
-        for tier in tiers:
+    def _empty(self, request: Empty) -> None:
+        if not request.keeps_hbm:
+            self._running().reset_prefix_cache()
+        for tier in request.tiers:
             if self._cache is not None:
                 self._cache.clear(tier)
 
@@ -135,17 +144,57 @@ class Arm:
         read, fetched_now = read_bytes() - read, self._fetched()
         self._write_down(engine)
         stats = answer.finish.stats
-        first, last = stats.first_token or 0.0, stats.last_token or 0.0
-        later = len(answer.tokens) - 1
-        return Served(
-            tokens=list(answer.tokens),
-            ttft_s=first - stats.submitted,
-            tpot_s=(last - first) / later if later else None,
-            hits=stats.hit_tokens,
-            recomputed=stats.recomputed_tokens,
+        return _served(
+            list(answer.tokens),
+            stats,
+            stats.submitted,
+            read,
+            {tier: fetched_now[tier] - count for tier, count in fetched.items()},
+        )
+
+    def _replay(self, request: Replay) -> Replayed:
+        engine = self._running()
+        read, fetched = read_bytes(), self._fetched()
+        began, ended, served = self._followed(engine, request)
+        read, fetched_now = read_bytes() - read, self._fetched()
+        self._write_down(engine)
+        served[-1] = msgspec.structs.replace(
+            served[-1],
             read_bytes=read,
             fetched={tier: fetched_now[tier] - count for tier, count in fetched.items()},
         )
+        return Replayed(served, ended - began)
+
+    def _followed(self, engine: Engine, request: Replay) -> tuple[float, float, list[Served]]:
+        """Serve requests as they arrive; return the first arrival, the end, and what came of them.
+
+        A request waits from its arrival on, also while the step before it goes on.
+        """
+        loaded, vocabulary = self._model(), self._model().model.config.vocab_size
+        size, seed = request.block_tokens, request.seed
+        prompts = [prompt(one, size, vocabulary, seed).tolist() for one in request.asked]
+        answers: dict[str, tuple[int, Asked, list[int]]] = {}
+        served: list[Served | None] = [None] * len(prompts)
+        began = ended = loaded.clock()
+        coming = 0
+        while coming < len(prompts) or engine.unfinished:
+            while coming < len(prompts) and loaded.clock() - began >= request.asked[coming].at:
+                one = request.asked[coming]
+                name = engine.submit(prompts[coming], Sampling(max_tokens=one.output_len))
+                answers[name] = (coming, one, [])
+                coming += 1
+            if not engine.unfinished:
+                loaded.wait(began + request.asked[coming].at - loaded.clock())
+                continue
+            for output in engine.step():
+                number, one, tokens = answers[output.request_id]
+                if output.token is not None:
+                    tokens.append(output.token)
+                if output.finish is not None:
+                    stats = output.finish.stats
+                    served[number] = _served(tokens, stats, began + one.at, 0, {})
+                    ended = max(ended, stats.last_token or ended)
+        return began, ended, [one for one in served if one is not None]
 
     def _write_down(self, engine: Engine) -> None:
         """Wait for copies and writes, so that no other arm is timed against them."""
@@ -162,6 +211,8 @@ class Arm:
 
     def _plain(self, tokens: list[int]) -> PlainTook:
         model = self._model().model
+        if not isinstance(model, Model):
+            raise MisuseError("a clock is not timed beside plain torch")
         begin = time.perf_counter()
         plain_prefill(model, tokens).cpu()  # so that it is done
         return PlainTook(time.perf_counter() - begin)
@@ -175,6 +226,22 @@ class Arm:
         if self._engine is None:
             raise MisuseError("no engine is open")
         return self._engine
+
+
+def _served(
+    tokens: list[int], stats: Stats, arrived: float, read: int, fetched: Mapping[str, int]
+) -> Served:
+    first, last = stats.first_token or 0.0, stats.last_token or 0.0
+    later = len(tokens) - 1
+    return Served(
+        tokens=tokens,
+        ttft_s=first - arrived,
+        tpot_s=(last - first) / later if later else None,
+        hits=stats.hit_tokens,
+        recomputed=stats.recomputed_tokens,
+        read_bytes=read,
+        fetched=fetched,
+    )
 
 
 def main() -> None:

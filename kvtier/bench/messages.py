@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import msgspec
 
-from kvtier.bench.workloads import Conversation, Group, MultiTurn, NoReuse, SharedPrefix
+from kvtier.bench.recorded import Asked
+from kvtier.bench.workloads import Conversation, Group, LongDoc, MultiTurn, NoReuse, SharedPrefix
 
 __all__ = [
     "Build",
@@ -22,6 +23,8 @@ __all__ = [
     "Open",
     "Plain",
     "PlainTook",
+    "Replay",
+    "Replayed",
     "Reply",
     "Request",
     "Serve",
@@ -36,12 +39,14 @@ class _Message(msgspec.Struct, frozen=True, tag=True):
 class LoadModel(_Message, frozen=True):
     """Load a model: ``smollm2``, ``random``, or the path of a GGUF file; in vLLM, of a folder.
 
-    folder: where all arms find a model that one of them has to make.
+    folder: where all arms find a model that one of them has to make. seconds_per_token: of an
+    engine that is a clock; None: one that computes.
     """
 
     model: str
     chunk_tokens: int
     folder: str = ""
+    seconds_per_token: float | None = None
 
 
 class ModelLoaded(_Message, frozen=True):
@@ -57,7 +62,7 @@ class ModelLoaded(_Message, frozen=True):
 class Build(_Message, frozen=True):
     """Make the prompts of a workload."""
 
-    shape: SharedPrefix | MultiTurn | NoReuse
+    shape: SharedPrefix | MultiTurn | NoReuse | LongDoc
     seed: int
     chunk_tokens: int
 
@@ -74,6 +79,8 @@ class Open(_Message, frozen=True):
     """Make an engine for sequences of `tokens` and, if there are tiers, a cache below it.
 
     chaos: seed of a chaos device, checked for races, between the two. device: where both are.
+    spare: with a few blocks more than that takes; else what the engine keeps of ended requests
+    has no more room than this.
     """
 
     tokens: int
@@ -81,12 +88,14 @@ class Open(_Message, frozen=True):
     tiers: list[str]
     chaos: int | None = None
     device: str = "cpu"
+    spare: bool = True
 
 
 class Empty(_Message, frozen=True):
-    """Empty the engine's prefix cache, and tiers by name."""
+    """Empty tiers by name, and the engine's prefix cache with them unless it is kept."""
 
     tiers: list[str]
+    keeps_hbm: bool = False
 
 
 class Serve(_Message, frozen=True):
@@ -113,6 +122,27 @@ class Served(_Message, frozen=True):
     fetched: Mapping[str, int]
 
 
+class Replay(_Message, frozen=True):
+    """Serve requests as they arrive, then wait until everything that was saved is written down.
+
+    block_tokens, seed: what their tokens are made with.
+    """
+
+    asked: list[Asked]
+    block_tokens: int
+    seed: int
+
+
+class Replayed(_Message, frozen=True):
+    """served: in the order of arrival; what was read is counted over all of them, in the last.
+
+    seconds: from the first arrival to the last token.
+    """
+
+    served: list[Served]
+    seconds: float
+
+
 class Plain(_Message, frozen=True):
     """Compute a prompt in plain torch, without pool and tiles."""
 
@@ -135,5 +165,5 @@ class Failed(_Message, frozen=True):
     error: str
 
 
-Request = LoadModel | Build | Open | Empty | Serve | Plain
-Reply = ModelLoaded | Built | Done | Served | PlainTook | Failed
+Request = LoadModel | Build | Open | Empty | Serve | Replay | Plain
+Reply = ModelLoaded | Built | Done | Served | Replayed | PlainTook | Failed

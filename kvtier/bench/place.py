@@ -19,7 +19,10 @@ from kvtier.errors import ConfigError
 from kvtier.testing.proxy import CHAOS, DelayProxy
 from kvtier.testing.seaweed import SeaweedServer
 
-__all__ = ["Place"]
+__all__ = ["LEAST_DISK", "Place"]
+
+LEAST_DISK: Final = 64 << 20
+"""Bytes of an lmdb tier that is told no capacity, at least."""
 
 _BUCKET: Final = "kvtier-bench"
 _IMPATIENT: Final = "&connect_timeout=1s&read_timeout=1s"
@@ -48,7 +51,7 @@ class Place:
         with contextlib.ExitStack() as stack:
             self.directory = self._temporary(stack)
             if "lmdb" in self._settings.arms or "s3" in self._settings.arms:
-                _try(self.tiers(("lmdb",), "probe", 0)[0])
+                _try(self.tiers(("lmdb",), "probe", 0, self._settings.disk or LEAST_DISK)[0])
             if "s3" in self._settings.arms:
                 self._reach(stack)
             self._stack = stack.pop_all()
@@ -75,11 +78,11 @@ class Place:
         """Whether the bucket goes with this place."""
         return self._server is not None
 
-    def tiers(self, names: Sequence[str], lmdb: str, dram: int) -> list[str]:
-        """Return the URLs of tiers. lmdb: the name of the directory; dram: bytes."""
+    def tiers(self, names: Sequence[str], lmdb: str, dram: int, disk: int) -> list[str]:
+        """Return the URLs of tiers. lmdb: the name of the directory; dram, disk: bytes."""
         urls = {
             "dram": f"dram:{dram}B",
-            "lmdb": f"lmdb:{self.directory / lmdb}?capacity={self._settings.disk}B&{_ALL}",
+            "lmdb": f"lmdb:{self.directory / lmdb}?capacity={disk}B&{_ALL}",
             "s3": self._url,
         }
         return [urls[name] for name in names]

@@ -9,7 +9,7 @@ import platform
 import statistics
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -36,6 +36,8 @@ __all__ = [
     "problems",
     "ratio",
     "summary",
+    "with_cold",
+    "with_throughput",
 ]
 
 _MS: Final = 1e3
@@ -43,9 +45,12 @@ _PACKAGES: Final = ("kvtier", "torch", "numpy", "lmdb", "boto3")
 
 _OVERHEAD: Final = 0.05
 _SLACK_BYTES: Final = 1 << 18
+_RECORD_BYTES: Final = 2 * 4096
+"""How much more than the payload the system may count: a part of it, some bytes, and of each
+record a page for its header and one to fill up."""
+
 _FETCH_SECONDS: Final = 5.0  # what the reference connector gives a fetch
 _HANG_SECONDS: Final = 5.0
-"""How much more than the payload the system may count: a part of it, and some bytes."""
 
 
 class Sample(NamedTuple):
@@ -81,7 +86,10 @@ class ArmReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     disk_read_bytes: counted by the kernel for the arm's process. s3_sent_bytes: counted by the
     S3 server. claimed_bytes: what the cache says that it fetched, by tier.
-    The ratios of `no-reuse` are of pairs with the recompute arm's same request.
+    hit_rate, hit_rates: percent of the prompt tokens of the requests whose times count, in all
+    and by tier. The ratios of `no-reuse` are of pairs
+    with the recompute arm's same request. cold_ttft_ms: of documents that are read for the first
+    time. ttft_each_ms: of every request whose time counts, in their order.
     """
 
     name: str
@@ -90,6 +98,8 @@ class ArmReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tpot_ms: Summary | None
     hit_tokens: Mapping[str, int]
     recomputed_tokens: int
+    hit_rate: float
+    hit_rates: Mapping[str, float]
     tokens_sha256: str
     disk_read_bytes: int
     claimed_bytes: Mapping[str, int]
@@ -99,6 +109,10 @@ class ArmReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     output_tokens_per_s: float | None = None
     ttft_over_recompute: Ratio | None = None
     throughput_over_recompute: Ratio | None = None
+    cold_ttft_ms: Summary | None = None
+    requests_per_s: float | None = None
+    prompt_tokens_per_s: float | None = None
+    ttft_each_ms: list[float] = []
     details: list[Served] | None = None
 
 
@@ -116,9 +130,11 @@ class Machine(msgspec.Struct, frozen=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A run.
 
-    engine: what served, where that was another than kvtier's own. prefill_over_plain_torch: how
-    fast the engine's prefill is next to plain torch. spoilt: in bad weather, how many requests to
-    the bucket met which fault.
+    engine: what served, where that was another than kvtier's own. denominator: what the hit rates
+    are of. capacities: bytes by tier, where they decide about hits. cut_prompts: that were longer
+    than the model's context. ceiling: of a trace, the hit rate of a cache without bounds.
+    prefill_over_plain_torch: how fast the engine's prefill is next to plain torch. spoilt: in bad
+    weather, how many requests to the bucket met which fault.
     """
 
     workload: str
@@ -129,7 +145,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     arms: list[ArmReport]
     problems: list[str]
     seconds: float
+    denominator: str
+    bytes_per_token: int
     engine: str = ""
+    capacities: Mapping[str, int] = {}
+    cut_prompts: int = 0
+    ceiling: float | None = None
     prefill_over_plain_torch: float | None = None
     prefill_over_plain_torch_spread: Ratio | None = None
     spoilt: Mapping[str, int] = {}
@@ -175,6 +196,10 @@ def arm_report(
         claimed.update(sample.served.fetched)
     counted = [sample.s3_bytes for sample in mine if sample.s3_bytes is not None]
     tpot = [sample.served.tpot_s for sample in mine if sample.served.tpot_s is not None]
+    found: Counter[str] = Counter()
+    for sample in mine[timed]:
+        found.update(sample.served.hits)
+    asked = found.total() + sum(sample.served.recomputed for sample in mine[timed])
     return ArmReport(
         name=name,
         requests=len(mine),
@@ -182,22 +207,46 @@ def arm_report(
         tpot_ms=summary(tpot) if tpot else None,
         hit_tokens=+hits,
         recomputed_tokens=sum(sample.served.recomputed for sample in mine),
+        hit_rate=_percent(found.total(), asked),
+        hit_rates={tier: _percent(count, asked) for tier, count in found.items()},
         tokens_sha256=digest([sample.served.tokens for sample in mine]),
         disk_read_bytes=sum(sample.served.read_bytes for sample in mine),
         claimed_bytes=+claimed,
         s3_sent_bytes=sum(counted) if counted else None,
         times_sooner_than_recompute=_times(samples, "recompute", name, timed),
         ttft_over_hbm=_times(samples, name, "hbm", timed),
+        ttft_each_ms=[round(seconds * _MS, 4) for seconds in _ttft(mine[timed])],
         details=[sample.served for sample in mine] if details else None,
     )
 
 
-def problems(
-    arms: Sequence[ArmReport], samples: Mapping[str, Sequence[Sample]], *, reuse: bool
-) -> list[str]:
-    """Say which answers differ, and which hits did not come from the tier that the arm names.
+def _percent(part: int, whole: int) -> float:
+    return round(100 * part / whole, 3) if whole else 0.0
 
-    reuse: whether there may be hits at all.
+
+def with_cold(arm: ArmReport, samples: Sequence[Sample]) -> ArmReport:
+    """Add the time to first token of the samples that nothing can have been cached for."""
+    return msgspec.structs.replace(arm, cold_ttft_ms=summary(_ttft(samples)))
+
+
+def with_throughput(arm: ArmReport, seconds: float) -> ArmReport:
+    """Add how much an arm served in `seconds`."""
+    tokens = sum(arm.hit_tokens.values()) + arm.recomputed_tokens
+    return msgspec.structs.replace(
+        arm,
+        requests_per_s=round(arm.requests / seconds, 4),
+        prompt_tokens_per_s=round(tokens / seconds, 1),
+    )
+
+
+def problems(
+    arms: Sequence[ArmReport],
+    samples: Mapping[str, Sequence[Sample]],
+    allowed: Mapping[str, Collection[str]],
+) -> list[str]:
+    """Say which answers differ, and which hits did not come from where they should.
+
+    allowed: the tiers that an arm may take anything from.
     """
     found = []
     digests = Counter(arm.tokens_sha256 for arm in arms)
@@ -208,14 +257,17 @@ def problems(
         if arm.tokens_sha256 != right:
             wrong = f"{arm.tokens_sha256[:12]}, not {right[:12]}"
             found.append(f"arm {arm.name} answers differently: its tokens hash to {wrong}")
+        tiers = allowed.get(arm.name, ())
+        rightly = " or ".join(tiers) or arm.name
         for number, sample in enumerate(samples[arm.name]):
             hits = sample.served.hits
-            allowed = {arm.name} if reuse else set()
-            if hits.get(arm.name, 0) < sample.expected or hits.keys() - allowed:
+            if sum(hits.get(tier, 0) for tier in tiers) < sample.expected or hits.keys() - set(
+                tiers
+            ):
                 said = ", ".join(f"{count} from {tier}" for tier, count in hits.items())
                 found.append(
                     f"arm {arm.name}, request {number}: of its tokens came {said or 'none'} from "
-                    f"a cache; {sample.expected} should have come from {arm.name}"
+                    f"a cache; {sample.expected} should have come from {rightly}"
                 )
                 break
     return found
@@ -239,15 +291,16 @@ def hung(samples: Mapping[str, Sequence[Sample]], chaos: str) -> list[str]:
     ]
 
 
-def miscounted(arm: ArmReport) -> list[str]:
+def miscounted(arm: ArmReport, part: int) -> list[str]:
     """Say where what an arm claims to have fetched is not what the system counted.
 
-    The system counts a little more: headers, and the index.
+    part: bytes of one record's payload. The system counts more: headers, and the index.
     """
     found = []
     for tier, counted in (("lmdb", arm.disk_read_bytes), ("s3", arm.s3_sent_bytes)):
         claimed = arm.claimed_bytes.get(tier, 0)
-        most = claimed * (1 + _OVERHEAD) + _SLACK_BYTES
+        records = -(-claimed // part)
+        most = claimed * (1 + _OVERHEAD) + records * _RECORD_BYTES + _SLACK_BYTES
         if claimed and counted is not None and not claimed <= counted <= most:
             found.append(
                 f"arm {arm.name}: {tier} claims to have read {claimed} bytes, and the system "

@@ -20,6 +20,7 @@ __all__ = [
     "ENGINES",
     "RANDOM",
     "SMOLLM2",
+    "TIMING",
     "Settings",
     "check_arms",
     "check_device",
@@ -35,6 +36,7 @@ CHAOTIC: Final = ("s3",)
 
 SMOLLM2: Final = "smollm2"
 RANDOM: Final = "random"
+TIMING: Final = "timing model"
 _MODELS: Final = (SMOLLM2, RANDOM)
 ENGINES: Final = {
     "kvtier": (
@@ -55,13 +57,14 @@ _LONGEST_DELAY: Final = 2.0  # seconds; the S3 tier waits 5 for an answer
 class Settings:
     """What all workloads have in common.
 
-    dram, disk: capacities of the dram and the lmdb tier, bytes; dram None: what it takes.
+    dram, disk: capacities of the dram and the lmdb tier, bytes; None: what it takes.
     directory: where the lmdb tier makes a directory of its own; None: on the file system at
     hand. s3: URL of an existing bucket; None: a server of its own. s3_delay: seconds of
     round-trip time added to that server. device_chaos: seed of the order in which copies are
     done; None: as fast as they can. chaos: the tier whose answers are spoilt, of CHAOTIC; None:
-    of none. engine: what serves, of ENGINES. device: where kvtier's own engine computes, see
-    ``check_device``.
+    of none. engine: what serves, of ENGINES. device: where kvtier's own engine
+    computes, see ``check_device``. seconds_per_token: of an engine that is a clock;
+    None: one that computes.
     """
 
     arms: tuple[str, ...]
@@ -70,7 +73,7 @@ class Settings:
     seed: int
     chunk_tokens: int
     dram: int | None
-    disk: int
+    disk: int | None
     directory: Path | None
     s3: str | None
     s3_delay: float
@@ -79,6 +82,7 @@ class Settings:
     chaos: str | None = None
     engine: str = "kvtier"
     device: str = "cpu"
+    seconds_per_token: float | None = None
 
     def __post_init__(self) -> None:
         if self.device_chaos is not None and self.device != "cpu":

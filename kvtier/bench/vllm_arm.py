@@ -22,6 +22,7 @@ from kvtier.bench.messages import (
     ModelLoaded,
     Open,
     Plain,
+    Replay,
     Reply,
     Request,
     Serve,
@@ -38,6 +39,7 @@ __all__ = ["VllmArm", "main"]
 _FLUSH_SECONDS: Final = 120.0
 _BLOCK_TOKENS: Final = 32  # vLLM on CPU takes multiples of it
 _SPARE_BLOCKS: Final = 16
+_NULL_BLOCKS: Final = 2  # vLLM keeps one for itself
 _TIERS: Final = ("dram", "lmdb", "s3")
 _DTYPE: Final = "float32"  # so that answers can be compared whatever is computed with what
 _DTYPE_BYTES: Final = 4
@@ -78,11 +80,11 @@ class VllmArm:
             case Open():
                 self._open(request)
             case Empty():
-                self._empty(request.tiers)
+                self._empty(request)
             case Serve():
                 return self._serve(request)
-            case Plain():
-                raise MisuseError("vLLM is not timed beside plain torch")
+            case Replay() | Plain():
+                raise MisuseError("vLLM replays no traces, and is not timed beside plain torch")
         return Done()
 
     def close(self) -> None:
@@ -125,7 +127,8 @@ class VllmArm:
         """Start vLLM with room for so many tokens."""
         if self._loaded is None:
             raise MisuseError("no model is loaded")
-        blocks = -(-request.tokens // _BLOCK_TOKENS) + _SPARE_BLOCKS
+        spare = _SPARE_BLOCKS if request.spare else _NULL_BLOCKS
+        blocks = -(-request.tokens // _BLOCK_TOKENS) + spare
         room = blocks * _BLOCK_TOKENS * self._token_bytes
         os.environ["VLLM_CPU_KVCACHE_SPACE"] = str((room >> 30) + 1)
         try:
@@ -173,9 +176,10 @@ class VllmArm:
     def _connector(self) -> Any:
         return self._core.scheduler.connector
 
-    def _empty(self, tiers: list[str]) -> None:
-        self._llm.reset_prefix_cache()
-        for tier in tiers:
+    def _empty(self, request: Empty) -> None:
+        if not request.keeps_hbm:
+            self._llm.reset_prefix_cache()
+        for tier in request.tiers:
             if self._connector is not None:
                 self._connector.cache.clear(tier)
 

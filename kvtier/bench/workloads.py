@@ -20,11 +20,14 @@ __all__ = [
     "Conversation",
     "Encode",
     "Group",
+    "LongDoc",
     "MultiTurn",
     "NoReuse",
     "SharedPrefix",
     "conversations",
     "distinct_prompts",
+    "documents",
+    "question_order",
     "shared_prefixes",
 ]
 
@@ -64,6 +67,36 @@ class NoReuse(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_prompts: int
     input_len: int
     output_len: int
+
+
+class LongDoc(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Documents that are read once, and then asked about.
+
+    document_length: tokens, exactly. repeat_count: questions on each. repeat_mode: ``random``,
+    ``tile`` (all documents in turn, again and again) or ``interleave`` (all questions on one
+    document in a row). hbm_documents: how many the engine's own pool has room for. hits, misses:
+    after so many questions come so many documents that nobody has read yet.
+    """
+
+    num_documents: int
+    document_length: int
+    suffix_len: int
+    output_len: int
+    repeat_count: int
+    repeat_mode: str
+    hbm_documents: int
+    hits: int = 1
+    misses: int = 0
+
+    @property
+    def asked(self) -> int:
+        """Questions on documents that were read."""
+        return self.num_documents * self.repeat_count
+
+    @property
+    def strangers(self) -> int:
+        """Documents that nobody has read before they are asked about."""
+        return self.asked // self.hits * self.misses
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -110,6 +143,42 @@ def shared_prefixes(encode: Encode, shape: SharedPrefix, seed: int, chunk: int) 
             f"{count} prefixes do not differ within their first {chunk} tokens; ask for fewer"
         )
     return groups
+
+
+def documents(encode: Encode, shape: LongDoc, seed: int, chunk: int) -> list[Group]:
+    """Return the documents with their questions: one to warm up, those read, those not read."""
+    return shared_prefixes(
+        encode,
+        SharedPrefix(
+            num_prefixes=shape.num_documents + shape.strangers,
+            prefix_len=shape.document_length,
+            suffix_len=shape.suffix_len,
+            prompts_per_prefix=shape.repeat_count,
+            output_len=shape.output_len,
+        ),
+        seed,
+        chunk,
+    )
+
+
+def question_order(shape: LongDoc, seed: int) -> list[tuple[int, int]]:
+    """Return (document, question) in the order in which they are asked.
+
+    The documents that were read have the first numbers.
+    """
+    counts = range(shape.repeat_count)
+    order = [(document, number) for number in counts for document in range(shape.num_documents)]
+    if shape.repeat_mode == "interleave":
+        order.sort()
+    elif shape.repeat_mode == "random":
+        random.Random(seed).shuffle(order)
+    found, stranger = [], shape.num_documents
+    for number, one in enumerate(order, 1):
+        found.append(one)
+        if not number % shape.hits:
+            found += [(stranger + extra, 0) for extra in range(shape.misses)]
+            stranger += shape.misses
+    return found
 
 
 def conversations(encode: Encode, shape: MultiTurn, seed: int, chunk: int) -> list[Conversation]:

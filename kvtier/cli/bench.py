@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 import click
 
 from kvtier.bench.settings import ARMS, CHAOTIC, Settings
-from kvtier.bench.workloads import MultiTurn, NoReuse, SharedPrefix
-from kvtier.cli.bench_options import (
-    MULTI_TURN,
-    NO_REUSE,
-    SHARED_PREFIX,
-    common,
-    number,
-    run_workload,
-    with_options,
-)
+from kvtier.cli.bench_options import Common, Output, number
+from kvtier.cli.bench_workloads import SHARED_PREFIX, WORKLOADS, workload_command
 from kvtier.cli.main import CommandGroup
 
-__all__ = ["bench", "multi_turn", "no_reuse", "shared_prefix"]
+__all__ = ["bench", "long_doc", "multi_turn", "no_reuse", "shared_prefix"]
 
 _HERE: Final = "kvtier.cli.bench"
 _LARGEST_SEED: Final = (1 << 63) - 1  # it goes to the arms as JSON
-_PREFIXES: Final = 8
 _DEMO_PREFIXES: Final = 4
 
 
@@ -34,6 +27,8 @@ _DEMO_PREFIXES: Final = 4
         "shared-prefix": f"{_HERE}:shared_prefix",
         "multi-turn": f"{_HERE}:multi_turn",
         "no-reuse": f"{_HERE}:no_reuse",
+        "long-doc": f"{_HERE}:long_doc",
+        "trace": "kvtier.cli.bench_trace:trace",
         "vllm": "kvtier.cli.bench_vllm:vllm",
     },
     kind="workload",
@@ -53,66 +48,40 @@ def bench(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-@click.command("shared-prefix", short_help="Prompts that share long prefixes.")
-@with_options(*SHARED_PREFIX)
-@number(
-    "--device-chaos",
-    least=0,
-    most=_LARGEST_SEED,
-    help="Copy in an odd order that this seed chooses, checked for races; times mean nothing then.",
-)
-@click.option(
-    "--chaos",
-    type=click.Choice(CHAOTIC),
-    help="Spoil answers of that tier: errors, resets, hangs, other objects.",
-)
-@click.option("--demo", is_flag=True, help=f"A short run: {_DEMO_PREFIXES} prefixes.")
-@common(",".join(ARMS))
-def shared_prefix(
-    settings: Settings,
-    json_file: str | None,
-    details: bool,  # noqa: FBT001  (an option)
-    num_prefixes: int | None,
-    device_chaos: int | None,
-    chaos: str | None,
-    demo: bool,  # noqa: FBT001  (an option)
-    **shape: int,
-) -> int:
-    """Prompts that share long prefixes, each served again from every tier.
+def _spoilt(serve: Callable[..., int]) -> Callable[..., int]:
+    """Add the options of the demo, and of what goes wrong on purpose."""
 
-    One process computes each prefix once and fills the tiers. Then new processes serve another
-    question on it: one has to compute all, the others find the prefix in the tier they are
-    named after, and nowhere above.
-    """
-    count = num_prefixes or (_DEMO_PREFIXES if demo else _PREFIXES)
-    settings = replace(settings, device_chaos=device_chaos, chaos=chaos)
-    return run_workload(settings, SharedPrefix(num_prefixes=count, **shape), json_file, details)
+    @number(
+        "--device-chaos",
+        least=0,
+        most=_LARGEST_SEED,
+        help="Copy in an odd order that this seed chooses, checked for races; times mean nothing "
+        "then.",
+    )
+    @click.option(
+        "--chaos",
+        type=click.Choice(CHAOTIC),
+        help="Spoil answers of that tier: errors, resets, hangs, other objects.",
+    )
+    @click.option("--demo", is_flag=True, help=f"A short run: {_DEMO_PREFIXES} prefixes.")
+    @functools.wraps(serve)
+    def more(
+        settings: Settings,
+        output: Output,
+        device_chaos: int | None,
+        chaos: str | None,
+        demo: bool,  # noqa: FBT001  (an option)
+        **shape: Any,
+    ) -> int:
+        source = click.get_current_context().get_parameter_source("num_prefixes")
+        if demo and source is click.core.ParameterSource.DEFAULT:
+            shape["num_prefixes"] = _DEMO_PREFIXES
+        return serve(replace(settings, device_chaos=device_chaos, chaos=chaos), output, **shape)
+
+    return more
 
 
-@click.command("multi-turn", short_help="Conversations that grow.")
-@with_options(*MULTI_TURN)
-@common(",".join(ARMS))
-def multi_turn(
-    settings: Settings,
-    json_file: str | None,
-    details: bool,  # noqa: FBT001  (an option)
-    **shape: int,
-) -> int:
-    """Conversations: each prompt is all that was said and one more question.
-
-    Times are those of the second and later turns.
-    """
-    return run_workload(settings, MultiTurn(**shape), json_file, details)
-
-
-@click.command("no-reuse", short_help="Prompts that share nothing.")
-@with_options(*NO_REUSE)
-@common("recompute,dram,lmdb")
-def no_reuse(
-    settings: Settings,
-    json_file: str | None,
-    details: bool,  # noqa: FBT001  (an option)
-    **shape: int,
-) -> int:
-    """Prompts that share nothing: what a cache costs where it brings nothing."""
-    return run_workload(settings, NoReuse(**shape), json_file, details)
+shared_prefix = workload_command(SHARED_PREFIX, Common(",".join(ARMS)), _spoilt)
+multi_turn = workload_command(WORKLOADS["multi-turn"], Common(",".join(ARMS)))
+no_reuse = workload_command(WORKLOADS["no-reuse"], Common("recompute,dram,lmdb"))
+long_doc = workload_command(WORKLOADS["long-doc"], Common("recompute,hbm,dram,lmdb"))

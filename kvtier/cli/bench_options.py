@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import click
 
@@ -19,20 +20,14 @@ from kvtier.bench.settings import (
     check_engine,
     check_model,
 )
-from kvtier.bench.workloads import MultiTurn, NoReuse, SharedPrefix
 from kvtier.cli.kinds import DIRECTORY, Count
-from kvtier.cli.output import REPORT, write_report
+from kvtier.cli.output import PLOT, REPORT, write_report
 from kvtier.units import parse_bytes, parse_seconds
 
-__all__ = [
-    "MULTI_TURN",
-    "NO_REUSE",
-    "SHARED_PREFIX",
-    "common",
-    "number",
-    "run_workload",
-    "with_options",
-]
+if TYPE_CHECKING:
+    from kvtier.bench.run import Shape
+
+__all__ = ["Common", "Output", "common", "number", "run_workload", "with_options"]
 
 _MOST_THREADS: Final = 1024
 _MODELS: Final = {
@@ -40,6 +35,28 @@ _MODELS: Final = {
     "vllm": (RANDOM, "random, or a model as vLLM takes it: a folder, or a name at its hub."),
 }
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Common(NamedTuple):
+    """What differs between commands in the options that all of them have.
+
+    arms, model, disk: by default; model None: the engine's. chunked: whether the size of chunks
+    can be told; else it follows from the workload.
+    """
+
+    arms: str
+    engine: str = "kvtier"
+    model: str | None = None
+    disk: str | None = "8GiB"
+    chunked: bool = True
+
+
+class Output(NamedTuple):
+    """Where a report goes: a JSON file or - for stdout, a picture; with every request or not."""
+
+    json_file: str | None
+    plot: str | None
+    details: bool
 
 
 def number(*names: str, least: int = 1, most: int | None = None, **more: Any) -> Callable[[F], F]:
@@ -60,78 +77,20 @@ def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-SHARED_PREFIX: Final = (
-    number(
-        *("--num-prefixes", "--prefix-repetition-num-prefixes", "--gsp-num-groups"),
-        help="Different prefixes, besides one to warm up.  [default: 8]",
-    ),
-    number(
-        *("--prefix-len", "--prefix-repetition-prefix-len", "--gsp-system-prompt-len"),
-        default=2048,
-        help="Tokens of a prefix.",
-    ),
-    number(
-        *("--suffix-len", "--prefix-repetition-suffix-len", "--gsp-question-len"),
-        default=32,
-        help="Tokens of a question, at most.",
-    ),
-    number(
-        *("--output-len", "--prefix-repetition-output-len", "--gsp-output-len"),
-        default=16,
-        help="Tokens of an answer.",
-    ),
-    number(
-        *("--prompts-per-prefix", "--gsp-prompts-per-group"),
-        default=1,
-        help="Timed questions on each prefix.",
-    ),
-)
-"""Its sizes; num_prefixes is None where it is not given."""
-
-MULTI_TURN: Final = (
-    number("--num-conversations", default=2, help="Conversations, besides one to warm up."),
-    number("--turns", least=2, default=3, help="Turns of a conversation."),
-    number("--prefix-len", default=1024, help="Tokens of the text that it begins with."),
-    number("--suffix-len", default=48, help="Tokens of a question, at most."),
-    number("--output-len", default=16, help="Tokens of an answer."),
-)
-
-NO_REUSE: Final = (
-    number("--num-prompts", default=8, help="Prompts, besides one to warm up."),
-    number("--input-len", "--random-input-len", default=1024, help="Tokens of a prompt."),
-    number("--output-len", "--random-output-len", default=32, help="Tokens of an answer."),
-)
+def _text(name: str, metavar: str, text: str, default: str | None = None) -> Callable[[F], F]:
+    """Return an option that takes a text."""
+    return click.option(name, default=default, show_default=True, metavar=metavar, help=text)
 
 
-_DEVICE: Final = (
-    click.option(
-        "--device",
-        default="cpu",
-        show_default=True,
-        metavar="NAME",
-        help="Where the model computes: cpu, cuda, or a GPU like cuda:1.",
-    ),
-)
-
-
-def _shared_options(arms: str, engine: str) -> list[Callable[[F], F]]:
-    """Return the options of all workloads. arms: by default."""
-    model, models = _MODELS[engine]
+def _shared_options(told: Common) -> list[Callable[[F], F]]:
+    """Return the options of all workloads."""
+    model, models = _MODELS[told.engine]
+    chunk = number("--chunk-tokens", default=256, help="Tokens of a chunk of the cache.")
+    where = "Where the model computes: cpu, cuda, or a GPU like cuda:1."
+    device = _text("--device", "NAME", where, "cpu")
     return [
-        click.option(
-            "--arms",
-            default=arms,
-            show_default=True,
-            metavar="LIST",
-            help=f"Where the KV comes from, of {','.join(ARMS)}.",
-        ),
-        click.option(
-            "--model",
-            default=model,
-            show_default=True,
-            metavar="NAME",
-            help=models,
-        ),
+        _text("--arms", "LIST", f"Where the KV comes from, of {','.join(ARMS)}.", told.arms),
+        _text("--model", "NAME", models, told.model or model),
         number(
             "--threads", most=_MOST_THREADS, default=1, help="Threads that torch computes with."
         ),
@@ -143,16 +102,15 @@ def _shared_options(arms: str, engine: str) -> list[Callable[[F], F]]:
             metavar="N",
             help="One seed gives one set of prompts.",
         ),
-        number("--chunk-tokens", default=256, help="Tokens of a chunk of the cache."),
-        click.option(
-            "--dram", metavar="SIZE", help="Capacity of the dram tier; by default, what it takes."
-        ),
-        click.option(
-            "--disk",
-            default="8GiB",
-            show_default=True,
-            metavar="SIZE",
-            help="Capacity of the lmdb tier.",
+        *([chunk] if told.chunked else []),
+        _text("--dram", "SIZE", "Capacity of the dram tier; by default, what it takes."),
+        _text(
+            *(
+                "--disk",
+                "SIZE",
+                "Capacity of the lmdb tier" + "; by default, what it takes." * (not told.disk),
+            ),
+            told.disk,
         ),
         click.option(
             "--dir",
@@ -160,18 +118,8 @@ def _shared_options(arms: str, engine: str) -> list[Callable[[F], F]]:
             type=DIRECTORY,
             help="Where the lmdb tier goes: a temporary directory is made in it.",
         ),
-        click.option(
-            "--s3",
-            metavar="URL",
-            help="A bucket that exists; by default, a server is started here.",
-        ),
-        click.option(
-            "--s3-delay",
-            default="0s",
-            show_default=True,
-            metavar="TIME",
-            help="Round-trip time added to that server, like 20ms.",
-        ),
+        _text("--s3", "URL", "A bucket that exists; by default, a server is started here."),
+        _text("--s3-delay", "TIME", "Round-trip time added to that server, like 20ms.", "0s"),
         click.option(
             "--json",
             "json_file",
@@ -179,48 +127,51 @@ def _shared_options(arms: str, engine: str) -> list[Callable[[F], F]]:
             metavar="FILE",
             help="Write the report there; - is stdout.",
         ),
-        *(_DEVICE if engine == "kvtier" else ()),
+        click.option(
+            "--plot",
+            type=PLOT,
+            metavar="FILE.png",
+            help="Draw the times to first token, and where the tokens came from.",
+        ),
+        *([device] if told.engine == "kvtier" else []),
         click.option("--output-details", is_flag=True, help="Put every request into the JSON."),
         click.option("-v", "--verbose", is_flag=True, help="Show what the arms' processes log."),
     ]
 
 
-def common(arms: str, engine: str = "kvtier") -> Callable[[Callable[..., int]], Callable[..., int]]:
+def common(told: Common) -> Callable[[Callable[..., int]], Callable[..., int]]:
     """Give a command the options that all workloads share, and gather them."""
 
     def add(command: Callable[..., int]) -> Callable[..., int]:
         @functools.wraps(command)
         def gathered(**given: Any) -> int:
-            dram = given.pop("dram")
+            dram, disk = given.pop("dram"), given.pop("disk")
             settings = Settings(
                 arms=check_arms(given.pop("arms").split(",")),
-                model=check_model(given.pop("model"), engine),
-                engine=engine,
+                model=check_model(given.pop("model"), told.engine),
+                engine=told.engine,
                 device=check_device(given.pop("device", "cpu")),
                 dram=None if dram is None else parse_bytes(dram),
-                disk=parse_bytes(given.pop("disk")),
+                disk=None if disk is None else parse_bytes(disk),
                 s3_delay=parse_seconds(given.pop("s3_delay")),
+                chunk_tokens=given.pop("chunk_tokens", 0),
                 **{
                     name: given.pop(name)
-                    for name in ("threads", "seed", "chunk_tokens", "directory", "s3", "verbose")
+                    for name in ("threads", "seed", "directory", "s3", "verbose")
                 },
             )
-            return command(settings, given.pop("json_file"), given.pop("output_details"), **given)
+            output = Output(given.pop("json_file"), given.pop("plot"), given.pop("output_details"))
+            return command(settings, output, **given)
 
-        for option in reversed(_shared_options(arms, engine)):
+        for option in reversed(_shared_options(told)):
             option(gathered)
         return gathered
 
     return add
 
 
-def run_workload(
-    settings: Settings,
-    shape: SharedPrefix | MultiTurn | NoReuse,
-    json_file: str | None,
-    details: bool,  # noqa: FBT001  (an option)
-) -> int:
-    """Run, show and write the report; 1 where it has problems."""
+def run_workload(settings: Settings, shape: Shape, output: Output) -> int:
+    """Run, show, draw and write the report; 1 where it has problems."""
     check_engine(settings.engine)
     current_directory()
     from kvtier.bench.run import run
@@ -228,14 +179,18 @@ def run_workload(
     from kvtier.cli.table import show
 
     with progress() as tell:
-        report = run(settings, shape, tell, details=details)
-    if json_file != "-":
+        report = run(settings, shape, tell, details=output.details)
+    if output.json_file != "-":
         show(report)
-    if json_file is not None:
+    if output.json_file is not None:
         import msgspec
 
         text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
-        write_report(text, json_file)
+        write_report(text, output.json_file)
+    if output.plot is not None:
+        from kvtier.cli.bench_plot import draw_report
+
+        draw_report(report, Path(output.plot))
     for problem in report.problems:
         click.echo(f"problem: {problem}", err=True)
     return 1 if report.problems else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +12,18 @@ import click
 
 from kvtier.errors import ConfigError
 
-__all__ = ["REPORT", "check_file", "drop_stdout", "not_written", "write_report"]
+__all__ = [
+    "PLOT",
+    "REPORT",
+    "check_file",
+    "check_plot",
+    "drop_stdout",
+    "not_written",
+    "write_report",
+]
+
+
+_SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 
 class _ReportFile(click.ParamType[str]):
@@ -28,6 +40,29 @@ class _ReportFile(click.ParamType[str]):
 
 
 REPORT: Final = _ReportFile()
+
+
+class _PlotFile(click.ParamType[str]):
+    """A file that a plot can be drawn into: found out before minutes of work."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        del param, ctx
+        check_plot(str(value))
+        return str(value)
+
+
+PLOT: Final = _PlotFile()
+
+
+def check_plot(path: str) -> None:
+    """Raise ConfigError when no plot can be drawn into this file."""
+    if find_spec("matplotlib") is None:
+        raise ConfigError('--plot needs matplotlib: pip install "kvtier[plot]"')
+    if Path(path).suffix not in _SUFFIXES:
+        raise ConfigError(f"--plot draws {', '.join(_SUFFIXES)}, not {path!r}")
+    check_file(Path(path))
 
 
 def check_file(path: Path) -> None:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvtier.cli.output import check_file, not_written
-from kvtier.errors import ConfigError
+from kvtier.cli.output import not_written
 from kvtier.planning.replay import OPTIMAL
 
 if TYPE_CHECKING:
@@ -17,20 +15,10 @@ if TYPE_CHECKING:
 
     from kvtier.planning.replay import Replay
 
-__all__ = ["check_plot", "draw"]
+__all__ = ["draw"]
 
-_SUFFIXES: Final = (".png", ".svg", ".pdf")
 _INCHES: Final = (7.0, 4.5)
 _MARKS: Final = "osD^vP*X<>"
-
-
-def check_plot(path: str) -> None:
-    """Raise ConfigError when no plot can be drawn into this file."""
-    if find_spec("matplotlib") is None:
-        raise ConfigError('--plot needs matplotlib: pip install "kvtier[plot]"')
-    if Path(path).suffix not in _SUFFIXES:
-        raise ConfigError(f"--plot draws {', '.join(_SUFFIXES)}, not {path!r}")
-    check_file(Path(path))
 
 
 def draw(replays: Sequence[Replay], path: Path) -> None:

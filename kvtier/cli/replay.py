@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from kvtier.cli.kinds import PART, PRIORITY, TTL
-from kvtier.cli.output import REPORT, write_report
+from kvtier.cli.output import PLOT, REPORT, write_report
 from kvtier.cli.stack import replay_stack
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, parse_bytes
@@ -123,7 +123,7 @@ UNITS: Final = {"ms": 1e-3, "s": 1.0}
     help="Evict no block that another hangs under, as the live cache does; other simulators do.",
 )
 @click.option("--skip-bad", is_flag=True, help="Count bad lines instead of refusing the file.")
-@click.option("--plot", metavar="FILE.png", help="Draw the hit rate over the capacity.")
+@click.option("--plot", type=PLOT, metavar="FILE.png", help="Draw the hit rate over the capacity.")
 @click.option(
     "--json", "json_file", type=REPORT, metavar="FILE", help="Write the report; - is stdout."
 )
@@ -142,7 +142,7 @@ def replay(
     compared with; ``optimal`` knows the future, and no policy can exceed it; the ceiling is a
     tier without bounds.
     """
-    from kvtier.cli.plot import check_plot, draw
+    from kvtier.cli.plot import draw
     from kvtier.cli.progress import progress
     from kvtier.planning.replay import chosen, encode, overlay_of
     from kvtier.planning.replay import replay as run
@@ -150,8 +150,6 @@ def replay(
 
     names = chosen(policy)
     plot = options["plot"]
-    if plot is not None:
-        check_plot(plot)
     if options["tiers"]:
         return replay_stack(traces, block_size, names, warmup, json_file, options)
     block = _block_bytes(options["bytes_per_token"], block_size)

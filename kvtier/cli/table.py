@@ -60,14 +60,16 @@ def _times_table(report: Report) -> Table:
 
 
 def _sources_table(report: Report) -> Table:
-    table = _table("tokens found", "recomputed")
-    table.add_column("bytes counted by the system")
+    table = _table("hit rate", "tokens found", "computed")
+    for name in ("read", "counted"):
+        table.add_column(name, justify="right", no_wrap=True)
     for arm in report.arms:
         table.add_row(
             arm.name,
-            ", ".join(f"{count:,} {tier}" for tier, count in arm.hit_tokens.items()) or "0",
+            f"{arm.hit_rate:.1f}%",
+            "\n".join(f"{count:,} {tier}" for tier, count in arm.hit_tokens.items()) or "0",
             f"{arm.recomputed_tokens:,}",
-            _counted(arm),
+            *_read(arm),
         )
     return table
 
@@ -85,7 +87,10 @@ def _notes(report: Report) -> list[str]:
     if report.spoilt:
         met = ", ".join(f"{name} {count}" for name, count in report.spoilt.items())
         lines.append(f"Requests to the bucket, by what became of them: {met}.")
+    lines += _of_documents(report) + _of_a_trace(report)
     threads = report.args["threads"]
+    if report.args.get("seconds_per_token") is not None:
+        return [*lines, _clock(report)]
     how = f"in {report.engine}, float32" if report.engine else "float32 with KV in bfloat16"
     here, bound = report.machine, "model and a CPU; it does not show the speed of a GPU."
     if here.gpu:
@@ -97,7 +102,52 @@ def _notes(report: Report) -> list[str]:
     return lines
 
 
+def _of_documents(report: Report) -> list[str]:
+    """Say how much sooner an arm answers on a document than it did while it first read it."""
+    return [
+        f"{arm.name}: {_ms(arm.cold_ttft_ms.p50)} at the first reading of a document, "
+        f"{_ms(arm.ttft_ms.p50)} for the questions ({arm.cold_ttft_ms.p50 / arm.ttft_ms.p50:.3g}x)"
+        for arm in report.arms
+        if arm.cold_ttft_ms is not None
+    ]
+
+
+def _of_a_trace(report: Report) -> list[str]:
+    if report.ceiling is None:
+        return [f"Hit rates are of the {report.denominator}."]
+    args, found = report.args, report.capacities
+    served = ", ".join(
+        f"{arm.name} {arm.requests_per_s:.3g} ({arm.prompt_tokens_per_s:,.0f})"
+        for arm in report.arms
+        if arm.requests_per_s is not None and arm.prompt_tokens_per_s is not None
+    )
+    room = ", ".join(f"{name} {format_bytes(size, 3)}" for name, size in found.items())
+    lines = [
+        f"Hit rates are of the {report.denominator}.",
+        f"A cache without bounds would find {report.ceiling:.1f}%.",
+        f"Requests (prompt tokens) a second: {served}.",
+        f"A block of {args['block_size']} tokens became {args['block_tokens']}. Room: {room}.",
+    ]
+    if args["skipped_lines"]:
+        lines.append(f"{args['skipped_lines']:,} bad lines were left out.")
+    if report.cut_prompts:
+        lines.append(f"{report.cut_prompts:,} prompts were cut to the model's context.")
+    return lines
+
+
+def _clock(report: Report) -> str:
+    """Say what the times of an engine that is a clock are."""
+    args = report.args
+    speed = 1 / (float(str(args["seconds_per_token"])) * float(str(args["scale"])))
+    return (
+        f"The engine is a clock, of {speed:,.0f} tokens of the trace a second; tiers and their "
+        f"times are real, of {report.machine.cpu} and KV of {report.bytes_per_token} bytes a token."
+    )
+
+
 def _ms(value: float) -> str:
+    if value >= 100_000:  # noqa: PLR2004  (digits)
+        return f"{value / 1e3:,.0f} s"
     return f"{value:,.0f} ms" if value >= 100 else f"{value:.3g} ms"  # noqa: PLR2004  (digits)
 
 
@@ -114,14 +164,12 @@ def _bar(share: float) -> str:
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8 - 1] if eighths % 8 else "")
 
 
-def _counted(arm: ArmReport) -> str:
-    parts = []
-    for tier, system, what in (
-        ("lmdb", arm.disk_read_bytes, "disk"),
-        ("s3", arm.s3_sent_bytes, "S3"),
-    ):
+def _read(arm: ArmReport) -> tuple[str, str]:
+    """Return what an arm says that it read from each tier, and what the system counted."""
+    read, counted = [], []
+    for tier, system in (("lmdb", arm.disk_read_bytes), ("s3", arm.s3_sent_bytes)):
         claimed = arm.claimed_bytes.get(tier, 0)
         if system or claimed:
-            said = "not counted" if system is None else format_bytes(system)
-            parts.append(f"{what}: {said}" + (f", {format_bytes(claimed)} claimed" * bool(claimed)))
-    return "; ".join(parts) or "0 B"
+            read.append(f"{format_bytes(claimed, 3)} {tier}")
+            counted.append("nobody" if system is None else format_bytes(system, 3))
+    return "\n".join(read) or "0 B", "\n".join(counted) or "0 B"

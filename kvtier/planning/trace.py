@@ -104,6 +104,10 @@ class Trace:
         """Return the time of a request, in the trace's own unit."""
         return self._times[number]
 
+    def output(self, number: int) -> int:
+        """Return the tokens of a request's answer."""
+        return self._outputs[number]
+
     def last_time(self) -> float:
         """Return the time of the last request; 0 before the first."""
         return self._times[-1] if self._times else 0.0

@@ -9,11 +9,14 @@ import pytest
 
 from kvtier.bench.texts import QUESTIONS, WORDS, Corpus, encode_words
 from kvtier.bench.workloads import (
+    LongDoc,
     MultiTurn,
     NoReuse,
     SharedPrefix,
     conversations,
     distinct_prompts,
+    documents,
+    question_order,
     shared_prefixes,
 )
 from kvtier.errors import ConfigError
@@ -105,6 +108,37 @@ def test_one_seed_gives_one_workload():
 def test_shapes_that_cannot_be_are_refused(change, said):
     with pytest.raises(ConfigError, match=said):
         shared_prefixes(encode, shape(**change), 0, CHUNK)
+
+
+def long_doc(**changes):
+    given = {
+        "num_documents": 3,
+        "document_length": 512,
+        "suffix_len": 120,
+        "output_len": 4,
+        "repeat_count": 2,
+        "repeat_mode": "tile",
+        "hbm_documents": 1,
+    }
+    return LongDoc(**(given | changes))
+
+
+def test_questions_come_in_the_order_that_was_named():
+    tile = question_order(long_doc(), 0)
+    assert tile == [(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1)]
+    assert question_order(long_doc(repeat_mode="interleave"), 0) == sorted(tile)
+    shuffled = question_order(long_doc(repeat_mode="random"), 3)
+    assert shuffled != tile
+    assert sorted(shuffled) == sorted(tile)
+    assert shuffled == question_order(long_doc(repeat_mode="random"), 3)
+
+
+def test_strangers_come_after_so_many_hits():
+    shape = long_doc(hits=2, misses=1)
+    assert shape.strangers == 3
+    assert question_order(shape, 0)[:4] == [(0, 0), (1, 0), (3, 0), (2, 0)]
+    assert len({document for document, _ in question_order(shape, 0)}) == 6
+    assert len(documents(encode, shape, 0, CHUNK)) == 7
 
 
 def test_text_goes_on_at_the_beginning():

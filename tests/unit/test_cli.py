@@ -12,6 +12,7 @@ import pytest
 import kvtier
 from kvtier.bench import settings
 from kvtier.cli import probes
+from kvtier.cli.bench_workloads import WORKLOADS
 from kvtier.cli.main import run
 from kvtier.cli.output import REPORT
 
@@ -62,6 +63,16 @@ def refused(capsys, *args):
         (["bench", "shared-prefix", "--s3", "s3://b?admission=through"], "takes no admission"),
         (["bench", "shared-prefix", "--dir", ""], "--dir is empty"),
         (["bench", "shared-prefix", "--json", "a\0b"], "cannot write"),
+        (["bench", "no-reuse", "--plot", "/no/such/dir/x.png"], "cannot write /no/such/dir/x.png"),
+        (["bench", "vllm", "no-reuse", "--plot", "x.txt"], "--plot draws .png, .svg, .pdf"),
+        (["bench", "long-doc", "--hit-miss-ratio", "0:1"], "two numbers like 3:1"),
+        (["bench", "long-doc", "--repeat-mode", "shuffle"], "'--repeat-mode'"),
+        (["bench", "trace", "no-such.jsonl"], "cannot read no-such.jsonl"),
+        (["bench", "trace", "x", "--scale", "1/3"], "give a multiple of 1/32"),
+        (["bench", "trace", "x", "--scale", "half"], "--scale is a number like 1/32"),
+        (["bench", "trace", "x", "--prefill", "9"], "add --timing-model"),
+        (["bench", "trace", "x", "--speed-up", "2", "--request-rate", "3"], "name one"),
+        (["bench", "trace", "x", "--request-rate", "nan"], "--request-rate"),
         (["doctor", "--dir", ""], "--dir is empty"),
         (["doctor", "--dir", "a\0b"], "names no directory that can be used"),
         (["doctor", "--s3", ""], "like s3://bucket/prefix"),
@@ -122,9 +133,9 @@ def test_looking_whether_a_report_can_be_written_leaves_nothing(tmp_path):
         ["-h"],
         ["bench", "--help"],
         ["doctor", "--help"],
-        *(["bench", name, "--help"] for name in ("shared-prefix", "multi-turn", "no-reuse")),
+        *(["bench", name, "--help"] for name in (*WORKLOADS, "trace")),
         ["bench", "vllm"],
-        *(["bench", "vllm", name, "-h"] for name in ("shared-prefix", "multi-turn", "no-reuse")),
+        *(["bench", "vllm", name, "-h"] for name in WORKLOADS),
     ],
 )
 def test_help_is_there(capsys, args):

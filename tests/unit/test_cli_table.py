@@ -15,6 +15,8 @@ def arm(name: str, ttft: float, **more) -> ArmReport:
         "tpot_ms": Summary(174.2, 174.2, 190.0),
         "hit_tokens": {name: 16_384},
         "recomputed_tokens": 16_615,
+        "hit_rate": 49.6,
+        "hit_rates": {name: 49.6},
         "tokens_sha256": "a" * 64,
         "disk_read_bytes": 0,
         "claimed_bytes": {},
@@ -34,6 +36,8 @@ def printed(capsys, *arms: ArmReport, gpu: str = "") -> list[str]:
         arms=list(arms),
         problems=[],
         seconds=1.0,
+        denominator="prompt tokens of all 8 requests",
+        bytes_per_token=256,
     )
     show(report)
     return capsys.readouterr().out.splitlines()
@@ -62,7 +66,15 @@ def test_tables_are_whole_in_eighty_columns(capsys, arms):
     assert max(map(len, tables)) <= 80
     assert not [line for line in lines if "…" in line]
     text = "\n".join(tables)
-    for found in ("12,346 ms", "13,580 ms", "41.6x", "16,384 lmdb", "disk: 380 MiB, 379 MiB claim"):
+    for found in (
+        "12,346 ms",
+        "13,580 ms",
+        "41.6x",
+        "16,384 lmdb",
+        "379 MiB lmdb",
+        "379 MiB s3",
+        "380 MiB",
+    ):
         assert found in text
     assert text.count("✓ same") == 3
 

@@ -188,6 +188,6 @@ def test_a_plot_that_cannot_be_is_refused_before_the_work(trace, tmp_path, capsy
 
 
 def test_without_matplotlib_the_remedy_is_named(trace, capsys, monkeypatch):
-    monkeypatch.setattr("kvtier.cli.plot.find_spec", lambda _: None)
+    monkeypatch.setattr("kvtier.cli.output.find_spec", lambda _: None)
     assert run(["replay", str(trace), "--sweep", "--plot", "a.png"]) == 2
     assert 'pip install "kvtier[plot]"' in capsys.readouterr().err

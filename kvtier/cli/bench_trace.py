@@ -1,0 +1,150 @@
+"""``kvtier bench trace``: a recorded trace, served with each further tier."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+
+from kvtier.bench.settings import RANDOM, Settings
+from kvtier.cli.bench_options import Common, Output, common, number, run_workload, with_options
+from kvtier.cli.kinds import PART
+from kvtier.errors import ConfigError
+from kvtier.units import parse_bytes
+
+__all__ = ["trace"]
+
+_PROMPTS: Final = 512
+_MANY_PROMPTS: Final = 1000
+_PREFILL: Final = 5000.0
+_OUTPUT: Final = 2
+_POSITIVE: Final = click.FloatRange(min=0, min_open=True)
+
+
+@click.command("trace", short_help="A recorded trace, with each further tier.")
+@click.argument("file", type=click.Path(path_type=Path))
+@with_options(
+    number("--block-size", default=512, help="Tokens of a block: what the trace's hashes are of."),
+    click.option(
+        "--scale",
+        metavar="PART",
+        help="Tokens that are served for one of the trace, like 1/8; by default, as many as make "
+        "a block one of the engine's, of 16 tokens.",
+    ),
+    number(
+        "--num-prompts",
+        help=f"The first so many requests.  [default: {_PROMPTS}, of a clock {_MANY_PROMPTS:,}]",
+    ),
+    number(
+        "--output-len",
+        help=f"Tokens of an answer, at most.  [default: {_OUTPUT}, of a clock 1]",
+    ),
+    click.option(
+        "--warmup",
+        type=PART,
+        default=0.0,
+        show_default=True,
+        help="Fraction of the requests that only fill the caches.",
+    ),
+    click.option(
+        "--request-rate",
+        type=_POSITIVE,
+        metavar="N",
+        help="Requests a second, at the trace's own pace; by default, one after the other.",
+    ),
+    click.option(
+        "--speed-up",
+        type=_POSITIVE,
+        metavar="N",
+        help="Or: let them arrive so much faster than they were recorded.",
+    ),
+    click.option(
+        "--time-unit",
+        type=click.Choice(["ms", "s"]),
+        default="ms",
+        show_default=True,
+        help="Of the trace's timestamps: Mooncake's are ms, Bailian's s.",
+    ),
+    click.option(
+        "--timing-model",
+        is_flag=True,
+        help="An engine that is a clock, for long traces: it computes nothing, tiers are real.",
+    ),
+    click.option(
+        "--prefill",
+        type=_POSITIVE,
+        metavar="TOKENS/S",
+        help=f"Tokens of the trace that the clock computes in a second.  [default: {_PREFILL:g}]",
+    ),
+    click.option(
+        "--hbm",
+        metavar="SIZE",
+        help="Capacity of the engine's own pool. By default it has room for an eighth of the "
+        "trace's different blocks, dram for a quarter, lmdb for half.",
+    ),
+    click.option(
+        "--bytes-per-token",
+        metavar="SIZE",
+        help="KV of a token of the model that the capacities are meant for, such as 320KiB; they "
+        "are scaled to the model here.",
+    ),
+    click.option("--skip-bad", is_flag=True, help="Count bad lines instead of refusing the file."),
+)
+@common(Common("recompute,hbm,dram,lmdb", model=RANDOM, disk=None, chunked=False))
+def trace(settings: Settings, output: Output, file: Path, **options: Any) -> int:
+    """Serve the requests of a trace: what its hit rates and times would be, tier by tier.
+
+    Reads what `kvtier replay` reads: JSON lines of Mooncake, Bailian and Cache.record, plain, .gz
+    or .zst. Equal hashes become equal tokens. Each arm has the tiers of the one before it and one
+    more, of a size that decides what is found: recompute (no cache), hbm (the engine's own prefix
+    cache), dram, lmdb, s3. A chunk of the cache is a block of the trace.
+    """
+    from kvtier.bench.recorded import block_tokens, recorded
+    from kvtier.cli.progress import progress
+    from kvtier.planning.trace import read_trace
+
+    _check(options)
+    clock = options["timing_model"]
+    size = block_tokens(options["block_size"], options["scale"])
+    with progress() as tell:
+        read = read_trace(
+            file,
+            options["block_size"],
+            skip_bad=options["skip_bad"],
+            tell=lambda done, count: tell(f"reading {file.name}", done, count),
+        )
+    hbm, per_token = (
+        None if options[name] is None else parse_bytes(options[name])
+        for name in ("hbm", "bytes_per_token")
+    )
+    shape = recorded(
+        read,
+        size=size,
+        num_prompts=options["num_prompts"] or (_MANY_PROMPTS if clock else _PROMPTS),
+        output_len=options["output_len"] or (1 if clock else _OUTPUT),
+        warmup=options["warmup"],
+        seconds_per_unit=1e-3 if options["time_unit"] == "ms" else 1.0,
+        speed_up=options["speed_up"],
+        request_rate=options["request_rate"],
+        hbm=hbm,
+        bytes_per_token=per_token,
+    )
+    prefill = (options["prefill"] or _PREFILL) * shape.scale
+    settings = replace(
+        settings, chunk_tokens=size, seconds_per_token=1 / prefill if clock else None
+    )
+    return run_workload(settings, shape, output)
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Raise ConfigError for options that do not go together."""
+    for name in ("request_rate", "speed_up", "prefill"):
+        if options[name] is not None and not options[name] < math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} is a number, not {options[name]}")
+    if options["request_rate"] is not None and options["speed_up"] is not None:
+        raise ConfigError("--request-rate and --speed-up both say when requests come; name one")
+    if options["prefill"] is not None and not options["timing_model"]:
+        raise ConfigError("--prefill is the speed of the clock; add --timing-model")
