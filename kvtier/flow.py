@@ -17,7 +17,6 @@ from typing import Any, Final
 from kvtier.catalog.catalog import LOT, Catalog, Found, Part
 from kvtier.catalog.explain import ago
 from kvtier.catalog.fetch import Fetcher
-from kvtier.catalog.index import DRAM
 from kvtier.catalog.lease import Lease
 from kvtier.catalog.probe import Probe, search
 from kvtier.catalog.removal import Withdrawn
@@ -90,7 +89,6 @@ class Moves:
         self._probe = Probe(clock)
         self._searches = 0
         self._asking: set[asyncio.Task[bool]] = set()
-        self._idling: dict[int, asyncio.Task[None]] = {}
         self._hashing = IoPool("hash", _HASH_THREADS)
         self._saved: deque[list[Saved]] = deque()
         self._publishing = asyncio.Lock()
@@ -380,24 +378,9 @@ class Moves:
             await self.sweeper.expire()
             for number in self._shared:  # what is forgotten is asked for, and found, again
                 await self._drop(number, keep=_MOST_KNOWN)
-            self._expire_idle()
+            self.sweeper.expire_idle()
             for tier in self._tiers.values():
                 tier.settle()
-
-    def _expire_idle(self) -> None:
-        """Let what was not used for a tier's time leave: a task for each tier, which may hang."""
-        for number in (DRAM, *self._spillers):
-            task = self._idling.get(number)
-            if (task is None or task.done()) and self._catalog.any_idle(number):
-                self._idling[number] = asyncio.create_task(self._drop_idle(number), name="idle")
-
-    async def _drop_idle(self, number: int) -> None:
-        if number in self._spillers:
-            await self._spillers[number].clear(self._catalog.take_idle)
-            return
-        # Engine threads want the lock between lots.
-        while self._catalog.take_idle(number):  # noqa: ASYNC110
-            await asyncio.sleep(0)
 
     def close(self) -> None:
         """End the hashing threads. The tiers are closed by their owner."""

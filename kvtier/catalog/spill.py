@@ -18,11 +18,11 @@ import bisect
 import itertools
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from kvtier.catalog.admission import Admission
-from kvtier.catalog.catalog import LOT, Catalog, Part, Victim
+from kvtier.catalog.catalog import LOT, Catalog, Part
 from kvtier.catalog.index import NO_ROW
 from kvtier.catalog.owners import NOBODY
 from kvtier.catalog.strays import Strays
@@ -129,12 +129,11 @@ class Spiller:
         while self._task is not None:
             await asyncio.wait((self._task,))
 
-    async def clear(self, take: Callable[[int], list[Victim]] | None = None) -> None:
-        """Take everything that nobody holds out of the tier, or what `take` takes out of it."""
-        take = take or self._catalog.clear
+    async def clear(self) -> None:
+        """Take everything that nobody holds out of the tier."""
         async with self._strays.changing:
             victims: dict[RecordId, int] = {}
-            while lot := take(self._number):
+            while lot := self._catalog.clear(self._number):
                 victims |= {victim.name: victim.charged for victim in lot}
                 await asyncio.sleep(0)  # engine threads wait for the Catalog's lock
             await self._strays.delete(victims)

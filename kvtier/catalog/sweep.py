@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvtier.catalog.below import LOT
 from kvtier.catalog.catalog import Catalog
-from kvtier.catalog.index import NO_ROW
+from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.strays import Strays
 from kvtier.clock import Clock
 from kvtier.identity.record import RecordId
@@ -49,6 +50,7 @@ class Sweeper:
         self._strays = strays
         self._clock = clock
         self._task: asyncio.Task[None] | None = None
+        self._idling: dict[int, asyncio.Task[None]] = {}
         self._again = 0.0
 
     async def sweep(self) -> None:
@@ -86,6 +88,23 @@ class Sweeper:
         if count or (self._clock() >= self._again and any(map(len, self._strays.values()))):
             self._again = self._clock() + _RETRY_SECONDS
             self._task = asyncio.create_task(self.sweep(), name="sweep")
+
+    def expire_idle(self) -> None:
+        """Let what was not used for a tier's time leave: a task for each tier, which may hang."""
+        for number in (DRAM, *self._strays):
+            task = self._idling.get(number)
+            if (task is None or task.done()) and self._catalog.any_idle(number):
+                self._idling[number] = asyncio.create_task(self._drop_idle(number), name="idle")
+
+    async def _drop_idle(self, number: int) -> None:
+        victims: dict[RecordId, int] = {}
+        strays = self._strays.get(number)
+        async with contextlib.nullcontext() if strays is None else strays.changing:
+            while lot := self._catalog.take_idle(number):
+                victims |= {victim.name: victim.charged for victim in lot}
+                await asyncio.sleep(0)  # engine threads wait for the Catalog's lock
+            if strays is not None:
+                await strays.delete(victims)
 
     # ---- a namespace
 

@@ -121,8 +121,10 @@ class _Tiers:
         self.hits = [0] * len(levels)
         self.read = [0] * len(levels)
 
-    def find(self, blocks: Sequence[int]) -> list[int]:
+    def find(self, blocks: Sequence[int], now: float) -> list[int]:
         """Return the tier of each block, from the first, as far as every one is in some tier."""
+        for tier in self.tiers:
+            tier.pass_time(now)
         insides = [tier.inside for tier in self.tiers]
         found = []
         for block in blocks:
@@ -162,8 +164,7 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
     """Replay a trace through a stack of tiers.
 
     seconds_per_unit: of the trace's timestamps. always: load what there is, whatever it costs.
-    overlay: above the policy of each tier.
-    Raises ConfigError for tiers that have no room for a block.
+    overlay: above each policy. Raises ConfigError for tiers that have no room for a block.
     """
     size, block_bytes = trace.block_tokens, trace.block_tokens * bytes_per_token
     costs = _costs(levels, speeds)
@@ -177,9 +178,7 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
     for number, (blocks, tokens) in enumerate(trace.requests()):
         if number == first:
             begun = [tier.entered for tier in tiers.tiers]
-        for tier in tiers.tiers:
-            tier.pass_time(trace.time(number))
-        found = tiers.find(blocks)
+        found = tiers.find(blocks, trace.time(number))
         most = min(len(found) * size, max(tokens - 1, 0))
         cut = len(found)
         if most and not always:
