@@ -149,8 +149,7 @@ def _moved(model: AnyModel, device: torch.device) -> AnyModel:
         return model.to(device)
     if device.type != "cpu":
         raise ConfigError(
-            f"{type(model).__name__} computes in processes of its own, not on {device}: leave out "
-            "the device"
+            f"{type(model).__name__} has no weights that could be on {device}: leave out the device"
         )
     return model
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvtier.bench.messages import LoadModel
 from kvtier.bench.models import BLOCK_TOKENS, load_model
 from kvtier.bench.settings import SMOLLM2
 from kvtier.bench.texts import Corpus
@@ -36,7 +37,7 @@ def real_kv(chunks: int, chunk_tokens: int = 256) -> RealKv:
 
     Blocks: about a second for each, and four to load. Raises ConfigError without its weights.
     """
-    loaded = load_model(SMOLLM2, chunk_tokens)
+    loaded = load_model(LoadModel(SMOLLM2, chunk_tokens))
     tokens = chunks * chunk_tokens
     ids = loaded.encode(Corpus(1).text(0, 8 * tokens))[:tokens]
     count = tokens // BLOCK_TOKENS
