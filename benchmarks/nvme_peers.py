@@ -1,7 +1,7 @@
-"""What `benchmarks/nvme.py` measures beside each other: the store, its peers, and fio.
+"""What `benchmarks/nvme.py` measures beside each other: the store, its peers, its floor, and fio.
 
-All keep the same records, checksums included: xxh3_128 of each payload before it is written and
-after it was read. All but fio sync what was written every 256 MiB and at the end of a pass.
+All but fio keep the same records, checksums included: xxh3_128 of each payload before it is written
+and after it was read. They sync what was written every 256 MiB and at the end of a pass.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import mmap
 import os
 import shutil
 import subprocess
@@ -25,6 +24,7 @@ import numpy as np
 
 from kvtier.identity.record import Header, Part, checksum
 from kvtier.memory.arena import Arena
+from kvtier.memory.sealed import sealed_memory
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.records import NAMESPACE
 from kvtier.tiers.store import Status, Write
@@ -43,14 +43,14 @@ class Missing(Exception):  # noqa: N818  (no error: the report says so and goes 
 class Records:
     """Records of one size: a few payloads under many names, and a buffer for each call to read.
 
-    All buffers are memory of an arena, as in a cache; huge: of huge pages instead.
+    All buffers are memory of an arena, as in a cache; shared: of one as a daemon has it.
     """
 
-    def __init__(self, size: int, buffers: int, *, huge: bool = False) -> None:
+    def __init__(self, size: int, buffers: int, *, shared: bool = False) -> None:
         self.size = size
         slot = -(-size // PAGE) * PAGE
         total = (PAYLOADS + buffers) * slot
-        self._memory = memoryview(huge_memory(total) if huge else Arena(total).memory)
+        self._memory = memoryview(Arena(total, fd=sealed_memory(total) if shared else None).memory)
         views = [self._memory[at * slot : at * slot + size] for at in range(PAYLOADS + buffers)]
         self.payloads, self.buffers = views[:PAYLOADS], views[PAYLOADS:]
         for at, view in enumerate(self.payloads):
@@ -71,14 +71,6 @@ class Records:
     def compare(self, number: int, buffer: memoryview) -> None:
         if checksum(buffer[: self.size]) != self.sums[number % PAYLOADS]:
             raise SystemExit(f"record {number} came back as something else")
-
-
-def huge_memory(nbytes: int) -> mmap.mmap:
-    """Return zeroed memory for which the kernel was asked for huge pages."""
-    taken = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    taken.madvise(mmap.MADV_HUGEPAGE)
-    taken[:] = bytes(nbytes)
-    return taken
 
 
 def noise(seed: int, size: int) -> bytes:
@@ -180,6 +172,41 @@ class LmdbValues:
     @staticmethod
     def _name(number: int) -> bytes:
         return number.to_bytes(8, "big")
+
+
+class Bare:
+    """The floor: the same system calls on one preallocated file, the checksums, and nothing else.
+
+    No header, no index, nothing that a crash would leave in order.
+    """
+
+    def __init__(self, path: Path, records: Records, count: int) -> None:
+        self.records = records
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._descriptor, 0, count * records.size)
+        self._free = list(range(count - 1, -1, -1))
+        self._places: dict[int, int] = {}
+
+    def put(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            at = self._places[number] = self._free.pop()
+            os.pwritev(self._descriptor, [self.records.checked(number)], at * self.records.size)
+
+    def get(self, numbers: Sequence[int], into: Sequence[memoryview]) -> None:
+        for number, buffer in zip(numbers, into, strict=True):
+            os.preadv(self._descriptor, [buffer], self._places[number] * self.records.size)
+            self.records.compare(number, buffer)
+
+    def drop(self, numbers: Sequence[int]) -> None:
+        self._free += [self._places.pop(number) for number in reversed(numbers)]
+
+    def settle(self) -> None:
+        os.fdatasync(self._descriptor)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+        self._path.unlink()
 
 
 class FilePerChunk:
@@ -287,17 +314,19 @@ class Driver:
         records: Records,
         replaced: Sequence[tuple[int, int]],
         read: Sequence[int],
+        calls: tuple[int, int],
     ) -> Pass:
-        """Replace records, each by a new one, and read another after each."""
+        """Replace records, each by a new one, and read as many others. calls: records of each."""
+        writes, reads = calls
 
         def both(lot: Sequence[int], thread: int) -> None:
-            for at in lot:
-                victim, new = replaced[at]
-                peer.drop([victim])
-                peer.put([new])
-                peer.get([read[at]], records.buffers[thread : thread + 1])
+            peer.drop([replaced[at][0] for at in lot])
+            peer.put([replaced[at][1] for at in lot])
+            for start in range(0, len(lot), reads):
+                wanted = [read[at] for at in lot[start : start + reads]]
+                peer.get(wanted, records.buffers[thread * reads : thread * reads + len(wanted)])
 
-        return self._timed(both, peer.settle, range(len(replaced)), 1, 2 * records.size)
+        return self._timed(both, peer.settle, range(len(replaced)), writes, 2 * records.size)
 
     def _timed(
         self,

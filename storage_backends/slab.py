@@ -227,6 +227,8 @@ class Segment:
 
     def end_quarantine(self, now: float) -> None:
         """Let slots be used whose time is over. Another failure makes it longer."""
+        if not self._resting:
+            return
         over = sorted(slot for slot in self._resting if self._bad[slot][0] <= now)
         self._resting.difference_update(over)
         self.free += over
@@ -248,6 +250,7 @@ class Slabs:
         self._slots = 0
         self._classes: dict[int, list[Segment]] = {}
         self._current: dict[int, Segment] = {}
+        self._ranked: dict[int, list[Segment]] = {}  # those with free slots, the fullest last
         self._segment_bytes = min(_MAX_SEGMENT, capacity // _SEGMENTS)
 
     @property
@@ -285,16 +288,31 @@ class Slabs:
         """
         segment = self._current.get(stride)
         if segment is None or not segment.free:
-            those = self._classes.get(stride, ())
-            if not any(s.free for s in those):
-                for one in those:
-                    one.end_quarantine(now)
-            candidates = [s for s in those if s.free]
-            if not candidates:
+            segment = self._next(stride, now)
+            if segment is None:
                 return None
-            segment = min(candidates, key=lambda s: len(s.free))
             self._current[stride] = segment
         return segment, segment.free.pop()
+
+    def _next(self, stride: int, now: float) -> Segment | None:
+        """Return the fullest segment with a free slot, as it was when they were looked through."""
+        ranked = self._ranked.setdefault(stride, [])
+        while ranked:
+            segment = ranked.pop()
+            if segment.free and self.segments.get(segment.number) is segment:
+                return segment
+        those = self._classes.get(stride, ())
+        if not any(s.free for s in those):
+            for one in those:
+                one.end_quarantine(now)
+        ranked += sorted((s for s in those if s.free), key=_free_slots, reverse=True)
+        return ranked.pop() if ranked else None
+
+    def freed(self, segments: Collection[Segment]) -> None:
+        """Take it that slots of segments became free: they are put in order, and looked through."""
+        for segment in segments:
+            segment.line_up()
+        self._ranked.clear()
 
     def plan(self, stride: int) -> Segment | None:
         """Return the segment of this stride that the capacity still allows, if any."""
@@ -323,6 +341,10 @@ class Slabs:
 
     def __str__(self) -> str:
         return f"{format_bytes(self.charged)} of {format_bytes(self.capacity)}"
+
+
+def _free_slots(segment: Segment) -> int:
+    return len(segment.free)
 
 
 def index_bytes_for(slots: int) -> int:

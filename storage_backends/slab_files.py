@@ -63,7 +63,9 @@ class SegmentFiles:
         payload = segment.stride - PAGE
         direct = [len(data) >= payload and is_aligned(data) for data in payloads]
         need = sum(PAGE if one else segment.stride for one in direct)
-        with self._scratch.borrow(need) as scratch:
+        borrowed = self._scratch.take(need)
+        try:
+            scratch = borrowed.view
             buffers: list[memoryview] = []
             at = 0
             for head, data, aligned in zip(heads, payloads, direct, strict=True):
@@ -82,6 +84,8 @@ class SegmentFiles:
                 count = self._io.pwrite(held.descriptor, buffers, segment.offset(first))
             finally:
                 self._let_go(held)
+        finally:
+            self._scratch.give(borrowed)
         if count != segment.stride * len(heads):
             raise OSError(errno.EIO, f"wrote {count} of {segment.stride * len(heads)} bytes")
 
@@ -96,7 +100,9 @@ class SegmentFiles:
         payload = segment.stride - PAGE
         direct = [len(buffer) >= payload and is_aligned(buffer) for buffer in into]
         need = sum(PAGE if one else segment.stride for one in direct)
-        with self._scratch.borrow(need) as scratch:
+        borrowed = self._scratch.take(need)
+        try:
+            scratch = borrowed.view
             buffers: list[memoryview] = []
             starts: list[int] = []
             at = 0
@@ -118,6 +124,8 @@ class SegmentFiles:
                 if not aligned:
                     copy(buffer[:size], scratch[at + PAGE : at + PAGE + size])
             return [bytes(scratch[at : at + HEADER_BYTES]) for at in starts]
+        finally:
+            self._scratch.give(borrowed)
 
     def sync(self, segments: Iterable[Segment]) -> None:
         """Bring what was written to segments to the disk, and that new ones exist."""
@@ -128,8 +136,7 @@ class SegmentFiles:
             if self._io.syncs > 1 and len(written) > _SYNCED_ALONE:
                 self._sync_together(written)
             else:
-                for segment in written:
-                    self._sync(segment)
+                self._sync_each(written)
             if made:
                 self._directory.sync()
         except OSError:
@@ -138,10 +145,15 @@ class SegmentFiles:
 
     def _sync_together(self, segments: Sequence[Segment]) -> None:
         """Sync on several threads: the device merges flushes that wait at the same time."""
+        shares = [segments[first :: self._io.syncs] for first in range(self._io.syncs)]
         try:
-            self._syncs.map(self._sync, segments)
+            self._syncs.map(self._sync_each, shares)
         except MisuseError as error:
             raise OSError(errno.EBADF, "the store is closed") from error
+
+    def _sync_each(self, segments: Iterable[Segment]) -> None:
+        for segment in segments:
+            self._sync(segment)
 
     def _sync(self, segment: Segment) -> None:
         held = self._hold(segment)

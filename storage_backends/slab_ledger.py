@@ -267,8 +267,7 @@ class Ledger:
                 else:
                     for segment, slot in batch.releases:
                         segment.release(slot)
-                    for segment in dict(batch.releases):
-                        segment.line_up()
+                    self._slabs.freed(dict(batch.releases))
                 batch.settled = True
 
     def _withdraw_later(self, batch: Batch) -> None:
