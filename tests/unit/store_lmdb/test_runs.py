@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvtier.storage_backends import slab_runs
-from kvtier.storage_backends.slab import FileIO, Segment
+from kvtier.storage_backends.slab import FileIO, Segment, Slabs
 from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.storage_backends.slab_runs import Placed, runs
 from kvtier.testing.records import aligned, fetch, is_exact, make_record
@@ -110,6 +110,31 @@ def test_twin_in_the_order_of_their_release_they_would_be_strewn(
 ) -> None:
     monkeypatch.setattr(Segment, "line_up", lambda _: None)
     assert writes_of_pairs(opened) == 6
+
+
+def takes_from(slabs: Slabs, freed: bool) -> list[int]:
+    """Free slots of three segments in turn; return which segments the next four come from."""
+    for number in (1, 2, 3):
+        segment = Segment(number, MIB, 4)
+        segment.occupy({0, 1, 2, 3})
+        slabs.add(segment)
+    one, two, three = slabs.segments.values()
+    two.free, three.free = [0], [3, 2, 1]
+    slabs.freed([two, three])
+    taken = [slabs.take(MIB, 0.0)]
+    one.free = [1, 0]
+    if freed:
+        slabs.freed([one])
+    taken += [slabs.take(MIB, 0.0) for _ in range(3)]
+    return [segment.number for segment, _ in filter(None, taken)]
+
+
+def test_the_fullest_segment_gives_its_slots_first_so_that_others_drain() -> None:
+    assert takes_from(Slabs(1 << 30, 0), freed=True) == [2, 1, 1, 3]
+
+
+def test_twin_not_looked_through_again_another_would_fill() -> None:
+    assert takes_from(Slabs(1 << 30, 0), freed=False) == [2, 3, 3, 3]
 
 
 class Between(FileIO):
