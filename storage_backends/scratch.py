@@ -28,7 +28,10 @@ class Scratch:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.view = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        taken = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with contextlib.suppress(OSError):  # a kernel without; O_DIRECT pins page by page
+            taken.madvise(mmap.MADV_HUGEPAGE)
+        self.view = memoryview(taken)
 
 
 class ScratchPool:
