@@ -12,6 +12,7 @@ overlap    80 products of 8192 x 8192 matrices in bf16, alone and beside copies 
 layers     when the first of 32 groups of layers has landed, of a load's time
 ttft       a prompt recomputed, loaded whole, and loaded layer by layer under 32 random layers
 order      what stores and loads must wait for, with the GPU made to sleep; and without waiting
+engine     the reference engine on the GPU: see ``engine_gpu.py``
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+from engine_gpu import milliseconds, on_gpu
 
 from kvtier.device.base import Copy
 from kvtier.device.cuda import CudaDevice
@@ -179,7 +181,7 @@ class Bench:
                     took = self.timed(
                         self.device.stream(role).handle,
                         lambda role=role, copies=copies, spent=spent: spent.append(
-                            microseconds(lambda: self.run(role, copies))
+                            1e3 * milliseconds(lambda: self.run(role, copies))
                         ),
                     )
                     speeds = sorted(moved / one / 1e6 for one in took)
@@ -341,6 +343,11 @@ class Bench:
             found[title(choice)] = right
         return found
 
+    def step_engine(self) -> dict[str, Any]:
+        """Measure the engine."""
+        self.device.way = None
+        return on_gpu(self.device)
+
 
 class Layer:
     """One layer of Llama-3-8B's sizes, with random weights."""
@@ -370,13 +377,6 @@ class Layer:
         hidden = mixed.transpose(1, 2).reshape(len(hidden), 4096) @ out
         gate, wide = (hidden @ up).chunk(2, -1)
         return (functional.silu(gate) * wide) @ down
-
-
-def microseconds(work: Callable[[], object]) -> float:
-    """Return how long a call takes its caller."""
-    begin = time.perf_counter()
-    work()
-    return (time.perf_counter() - begin) * 1e6
 
 
 def title(choice: Choice) -> str:
