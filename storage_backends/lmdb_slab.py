@@ -31,10 +31,11 @@ from kvtier.storage_backends.slab import PAGE, SLOT_CHARGE, FileIO, encoded_stri
 from kvtier.storage_backends.slab_batch import Batch
 from kvtier.storage_backends.slab_directory import SlabDirectory, config_error
 from kvtier.storage_backends.slab_files import SegmentFiles
-from kvtier.storage_backends.slab_ledger import Ledger, Log
+from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.storage_backends.slab_recovery import LEAST_BYTES, recover
 from kvtier.storage_backends.slab_repair import purge, verify
 from kvtier.storage_backends.slab_runs import Placed, headers, in_order, readable, runs, unrepeated
+from kvtier.storage_backends.slab_space import Log
 from kvtier.storage_backends.slab_stock import stock
 from kvtier.storage_backends.slab_survey import survey
 from kvtier.storage_backends.slab_writer import Writer

@@ -258,6 +258,16 @@ class Slabs:
         """Bytes charged to the capacity now."""
         return self.fixed + self.index_bytes + self._taken
 
+    @property
+    def index_wanted(self) -> int:
+        """Bytes that the index needs for the slots that there are."""
+        return index_bytes_for(self._slots)
+
+    @property
+    def slots(self) -> int:
+        """Slots of all segments."""
+        return self._slots
+
     def charge_of(self, segments: Collection[Segment]) -> int:
         """Return what would be charged if these were the segments."""
         index = max(self.index_bytes, index_bytes_for(sum(segment.slots for segment in segments)))

@@ -5,6 +5,7 @@ Files of a store, all mode 0600; anything else in the directory is left alone an
     format           names this layout and its version
     lock             a POSIX lock is held on it while the store is open
     index.lmdb       and index.lmdb-lock: see slab_index
+    index.lmdb.tmp   a new index, until it takes the place of the old one: see slab_renewal
     settings         capacity and durability of the last opening, for those who look at it
     unsynced         there while commits do not reach the disk; holds the machine's boot id
     slab-N-S.seg     segment N, slots of S bytes: see slab

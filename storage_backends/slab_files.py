@@ -143,6 +143,10 @@ class SegmentFiles:
             self._made = self._made or made
             raise
 
+    def renamed(self) -> None:
+        """Note that a file has a new name: the next sync brings that to the disk, too."""
+        self._made = True
+
     def _sync_together(self, segments: Sequence[Segment]) -> None:
         """Sync on several threads: the device merges flushes that wait at the same time."""
         shares = [segments[first :: self._io.syncs] for first in range(self._io.syncs)]

@@ -79,6 +79,10 @@ class Entry(NamedTuple):
     head: bytes
 
 
+class IndexFull(Unavailable):
+    """There is no page left for so much as one operation."""
+
+
 class Index:
     """An open index file.
 
@@ -163,12 +167,21 @@ class Index:
                 raise
             except lmdb.MapFullError as error:
                 if step == 1:
-                    raise Unavailable(f"index {self._path} is full") from error
+                    raise IndexFull(f"index {self._path} is full") from error
                 step = max(1, min(step, len(todo) - done) // 2)
             else:
                 done += step
         if todo and self._synced:
             self.sync()
+
+    def extend(self, lot: Sequence[tuple[RecordId, bytes]]) -> None:
+        """Put entries that follow all that there are, by name, into pages that become full."""
+        self._check()
+        try:
+            with _failing("cannot be written"), self._env.begin(write=True) as txn:
+                txn.cursor().putmulti(lot, append=True)
+        except lmdb.MapFullError as error:
+            raise IndexFull(f"index {self._path} is full") from error
 
     def _transact(self, operations: Sequence[tuple[RecordId, Entry | None]]) -> None:
         # A transaction writes to pages that were free before the one before it. So whoever began
@@ -190,6 +203,10 @@ class Index:
         with _failing("cannot grow"):
             self._env.set_mapsize(size)
         self.size = size
+
+    def moved(self, path: Path) -> None:
+        """Note that the file has another name now."""
+        self._path = path
 
     def sync(self) -> None:
         """Bring all commits to the disk."""

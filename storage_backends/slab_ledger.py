@@ -9,56 +9,31 @@ before its slot is written again.
 from __future__ import annotations
 
 import errno
-import logging
-import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 
 from kvtier.clock import Clock
 from kvtier.errors import Unavailable
 from kvtier.events import note
 from kvtier.identity.record import RecordId
-from kvtier.storage_backends.slab import NO_ROOM, Segment
+from kvtier.storage_backends.slab import Segment
 from kvtier.storage_backends.slab_batch import Batch, Known
 from kvtier.storage_backends.slab_files import SegmentFiles
-from kvtier.storage_backends.slab_index import Entry, Page
+from kvtier.storage_backends.slab_index import Entry, IndexFull, Page
 from kvtier.storage_backends.slab_recovery import Recovered
+from kvtier.storage_backends.slab_space import Log, Space
 
-__all__ = ["Ledger", "Log"]
+__all__ = ["Ledger"]
 
-_logger = logging.getLogger(__name__)
-_LOG_SECONDS: Final = 60.0
 _BAD_SLOT: Final = (errno.EIO, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA)
 """What Linux makes of an error of a medium at one place (blk_status_to_errno)."""
 _LATEST: Final = 1 << 62  # whatever the machine's clock says, there are numbers left above it
 
 
-class Log:
-    """Warnings about one directory, at most one a minute."""
-
-    def __init__(self, path: Path, clock: Clock) -> None:
-        self._path = path
-        self._clock = clock
-        self._last = float("-inf")
-
-    def warn(self, what: str, error: Exception) -> str:
-        """Say what went wrong and why, unless something was said just now; return the words."""
-        now, text = self._clock(), f"{self._path}: {what}: {error}"
-        note(text)
-        if now - self._last >= _LOG_SECONDS:
-            self._last = now
-            # As text: whoever keeps the record would keep the buffers of the error's traceback.
-            _logger.warning("%s", text)
-        return text
-
-
-class Ledger:
+class Ledger(Space):
     """The records of an open store and its slots. Thread-safe.
 
-    `_lock` is held for microseconds and never during I/O on segments. `_committing` is taken
-    before `_lock` by whoever commits, or makes or removes segments. Methods raise Unavailable
-    when the index does not answer.
+    Methods raise Unavailable when the index does not answer.
     """
 
     def __init__(
@@ -72,20 +47,12 @@ class Ledger:
         synced: bool,
     ) -> None:
         """Go on from what recovery found. synced: commits reach the disk."""
-        self._index = found.index
-        self._slabs = found.slabs
+        super().__init__(found, files, log, clock, synced=synced)
         self._sequence = found.sequence
-        self._files = files
-        self._log = log
-        self._clock = clock
         self._wall = wall
-        self._synced = synced
-        self._lock = threading.Lock()
-        self._committing = threading.Lock()
         self._pending = Batch()
         self._in_commit = Batch()
         self._commits = 0  # that have ended
-        self._disk_full: OSError | None = None  # before the capacity is
 
     # ------------------------------------------------------------------------------------ reading
 
@@ -251,7 +218,7 @@ class Ledger:
             if self._synced:
                 self._files.sync(batch.dirty)
             unsynced = False
-            self._index.commit(batch.operations)
+            self._put(batch)
             failed = False
         except (OSError, Unavailable) as error:
             batch.cause = self._log.warn("a commit failed; the writes that it held are lost", error)
@@ -269,6 +236,15 @@ class Ledger:
                         segment.release(slot)
                     self._slabs.freed(dict(batch.releases))
                 batch.settled = True
+
+    def _put(self, batch: Batch) -> None:
+        """Bring a batch into the index, into a new one if this one is full."""
+        try:
+            self._index.commit(batch.operations)
+        except IndexFull:
+            if not self._renew():
+                raise
+            self._index.commit(batch.operations)
 
     def _withdraw_later(self, batch: Batch) -> None:
         """Give up what was written meanwhile to segments whose sync has failed.
@@ -323,48 +299,12 @@ class Ledger:
                 self._commit()
                 taken = self._extend(stride)
             if taken is None:
+                self._slim()
                 self._reclaim(stride)
                 taken = self._extend(stride)
             if taken is None and self._disk_full is not None and self._is_empty():
                 raise self._disk_full
         return taken
-
-    def _is_empty(self) -> bool:
-        with self._lock:
-            return all(segment.empty for segment in self._slabs.segments.values())
-
-    def _extend(self, stride: int) -> tuple[Segment, int] | None:
-        """Take a slot, of a new segment if the capacity allows one."""
-        with self._lock:
-            taken = self._slabs.take(stride, self._clock())
-            segment = None if taken else self._slabs.plan(stride)
-        if segment is None:
-            return taken
-        self._files.sweep()
-        with self._lock:
-            self._index.grow(self._slabs.index_for(segment))
-        try:
-            self._files.create(segment)
-        except OSError as error:
-            if error.errno not in NO_ROOM:
-                raise
-            # Slots that wait for a commit may still serve, and empty segments can go.
-            self._log.warn("the disk is full below the capacity", error)
-            self._disk_full = error
-            return None
-        self._disk_full = None
-        with self._lock:
-            self._slabs.add(segment)
-            return self._slabs.take(stride, self._clock())
-
-    def _reclaim(self, stride: int) -> None:
-        """Remove empty segments until one of this stride can be made, on a full disk all."""
-        with self._lock:
-            for segment in self._slabs.empty_segments():
-                if self._slabs.plan(stride) is not None and not self._disk_full:
-                    break
-                self._slabs.remove(segment)
-                self._files.remove(segment)
 
     # ---------------------------------------------------------------------------------------- life
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, Corrupt, Unavailable
-from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import INDEX_FLOOR, PAGE, FileIO, Segment, Slabs, index_bytes_for
 from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, boot_id
-from kvtier.storage_backends.slab_index import Entry, Index, Page
+from kvtier.storage_backends.slab_index import Index, Page
+from kvtier.storage_backends.slab_renewal import lots_of, remake
 from kvtier.storage_backends.slab_sound import read_sound
 from kvtier.units import format_bytes, format_least
 
-__all__ = ["KEEP_SHARE", "LEAST_BYTES", "Recovered", "recover", "remake"]
+__all__ = ["KEEP_SHARE", "LEAST_BYTES", "Recovered", "recover"]
 
 LEAST_BYTES: Final = FIXED_BYTES + INDEX_FLOOR + 64 * PAGE
 """What a store takes before its first record, with some room for the index to grow."""
@@ -28,13 +28,13 @@ KEEP_SHARE: Final = 16
 """An unreadable index is kept if it takes at most this part of the capacity."""
 
 _logger = logging.getLogger(__name__)
-_PAGE_OF_ENTRIES = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Recovered:
     """What a store starts with. sequence: the greatest of any entry."""
 
+    directory: SlabDirectory
     index: Index
     slabs: Slabs
     sequence: int
@@ -67,7 +67,7 @@ def recover(directory: SlabDirectory, capacity: int, durability: str, io: FileIO
         if index is not None:
             index.close()
         raise
-    return Recovered(index, slabs, sequence)
+    return Recovered(directory, index, slabs, sequence)
 
 
 def _discard_what_cannot_be_used(directory: SlabDirectory) -> None:
@@ -143,40 +143,10 @@ def _resized(directory: SlabDirectory, index: Index, size: int, *, synced: bool)
         index.grow(size)
         return index
     try:
-        remake(directory, size, _lots(index))
+        remake(directory, size, lots_of(index))
     finally:
         index.close()
     return Index(directory.index, size, synced=synced)
-
-
-def _lots(index: Index) -> Iterator[dict[RecordId, Entry | None]]:
-    after = b""
-    while names := index.page(after, _PAGE_OF_ENTRIES).names:
-        after = names[-1]
-        yield dict(zip(names, index.find(names), strict=True))
-
-
-def remake(
-    directory: SlabDirectory, size: int, lots: Iterable[Mapping[RecordId, Entry | None]]
-) -> None:
-    """Write entries, in the order of their names, into a new index that replaces the old one.
-
-    For a moment there are two. Of a failure nothing remains but the old one.
-    """
-    directory.remove_draft()
-    try:
-        index = Index(directory.draft, size, synced=False)
-        try:
-            for lot in lots:
-                index.commit(lot)
-            index.sync()
-        finally:
-            index.close()
-        directory.draft.replace(directory.index)
-    except BaseException:
-        directory.remove_draft()
-        raise
-    directory.sync()
 
 
 def _whole(entries: Page, segments: Mapping[int, Segment]) -> NDArray[np.bool_]:

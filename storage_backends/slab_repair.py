@@ -17,8 +17,9 @@ from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import INDEX_FLOOR, FileIO, Segment, index_bytes_for
 from kvtier.storage_backends.slab_audit import Placed
 from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, config_error
-from kvtier.storage_backends.slab_index import Entry, Index
-from kvtier.storage_backends.slab_recovery import KEEP_SHARE, remake
+from kvtier.storage_backends.slab_index import Entry, Index, pack_entry
+from kvtier.storage_backends.slab_recovery import KEEP_SHARE
+from kvtier.storage_backends.slab_renewal import remake
 from kvtier.storage_backends.slab_sound import examine, read_sound
 from kvtier.storage_backends.slab_survey import header_of
 from kvtier.storage_backends.slab_verify import Checked, check
@@ -93,7 +94,7 @@ def _check(view: View, tell: Tell) -> tuple[Checked, bool]:
     except Unavailable as error:
         raise ConfigError(str(error)) from error
     if replaced:
-        raise ConfigError(f"{view.path} was emptied by its owner meanwhile; run this again")
+        raise ConfigError(f"{view.path} has a new index from its owner since then; run this again")
     if view.holder is None:
         checked.torn |= examine(view.path / "index.lmdb")[1]
     return checked, not checked.damage and not checked.torn
@@ -141,10 +142,11 @@ def _remake(view: View, directory: SlabDirectory, checked: Checked, tell: Tell) 
     segments = view.segments()
     good = _within(view, segments, checked.good)
 
-    def lots() -> Iterator[dict[RecordId, Entry | None]]:
+    def lots() -> Iterator[list[tuple[RecordId, bytes]]]:
         for done in range(0, len(good), _STEP):
             tell("writing a new index", done, len(good))
-            yield {record.name: record.entry for record in good[done : done + _STEP]}
+            some = good[done : done + _STEP]
+            yield [(record.name, pack_entry(record.entry)) for record in some]
 
     remake(directory, index_bytes_for(len(good)), lots())
 

@@ -10,8 +10,9 @@ from kvtier.errors import Unavailable
 from kvtier.storage_backends.slab import stride_for
 from kvtier.storage_backends.slab_batch import Batch, Known
 from kvtier.storage_backends.slab_files import SegmentFiles
-from kvtier.storage_backends.slab_ledger import Ledger, Log
+from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.storage_backends.slab_runs import Placed, runs
+from kvtier.storage_backends.slab_space import Log
 from kvtier.tiers.store import Status, Write
 
 __all__ = ["Outcome", "Writer"]

@@ -14,6 +14,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_index import Index
+from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.testing.crash import campaign, damage, kills, power, workload
 from kvtier.testing.crash.campaign import SHORT, run, without_checksums
 from kvtier.testing.crash.tracing import CAN_FAIL, Call, can_trace, trace
@@ -80,6 +81,52 @@ def test_an_acknowledgement_before_the_commit_is_found_out(
     monkeypatch.setattr(workload.LmdbSlabStore, "_settle", lambda *_: None)
     found = kills.at_calls(base, "each", 20, 0, 1, torn=False)
     assert found.counts["lost"] > 0
+
+
+def test_the_writer_makes_its_index_anew(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    renewed: list[bool] = []
+    renew = Ledger.renew
+
+    def noted(ledger: Ledger) -> bool:
+        renewed.append(renew(ledger))
+        return renewed[-1]
+
+    monkeypatch.setattr(Ledger, "renew", noted)
+    workload.work(base, "each", 30, 1)
+    assert renewed.count(True) == 3
+
+
+@traced
+def test_twin_a_new_index_that_is_not_synced_goes_with_the_power(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewal_only(monkeypatch)
+    assert power.power_losses(base, "each", 40, 0, 1, lying=False).counts["lost"] == 0
+    monkeypatch.setattr(Index, "sync", lambda _: None)
+    found = power.power_losses(base, "each", 40, 0, 1, lying=False)
+    assert found.counts["lost"] > 0
+
+
+@traced
+def test_twin_an_old_index_that_goes_first_leaves_none(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    renewal_only(monkeypatch)
+    assert kills.at_calls(base, "each", 99, 0, 1, torn=False).counts["lost"] == 0
+    replace = Path.replace
+
+    def late(draft: Path, target: Path) -> Path:
+        target.unlink(missing_ok=True)
+        return replace(draft, target)
+
+    monkeypatch.setattr(Path, "replace", late)
+    assert kills.at_calls(base, "each", 99, 0, 1, torn=False).counts["lost"] > 0
+
+
+def renewal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the writer do nothing else."""
+    turn = workload._Writer.turn
+    monkeypatch.setattr(workload._Writer, "turn", lambda self, at: at == 8 and turn(self, at))
 
 
 @failable

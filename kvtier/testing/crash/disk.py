@@ -273,6 +273,12 @@ class _Recorder:
     def _renamed(self, old: str, new: str) -> None:
         name, other = self._inside(old), self._inside(new)
         if name is not None and other is not None:
+            there = self._open.items()  # what is open keeps its file, whatever that is called
+            self._open = {
+                number: (other if file == name else file, durable)
+                for number, (file, durable) in there
+                if file != other
+            }
             self.events.append(Event("rename", name, other=other))
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
 from kvtier.storage_backends.slab import PAGE, FileIO
+from kvtier.storage_backends.slab_directory import SlabDirectory
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_index import Index
 from kvtier.storage_backends.slab_ledger import Ledger
@@ -23,6 +24,12 @@ PIECES: Final = 16
 NAMED: Final = (
     (Index, "commit"),
     (Index, "grow"),
+    (Index, "extend"),
+    (Index, "sync"),
+    (Index, "close"),
+    (Ledger, "renew"),
+    (SlabDirectory, "sync"),
+    (SlabDirectory, "remove_draft"),
     (Ledger, "publish"),
     (Ledger, "remove"),
     (Ledger, "look"),

@@ -156,17 +156,26 @@ class _Writer:
         self.failed = 0
 
     def turn(self, turn: int) -> None:
-        """Write one record, or several at once; delete one in some turns."""
+        """Write one record, or several at once; delete one, or renew the index, in some turns."""
         count = _BATCH if turn % 5 == 2 else 1
         numbers = self._choose.sample(range(NAMES), count)
         self._write(numbers)
         if turn % 4 == 3 and self._there:
             self._delete(self._choose.choice(self._there))
+        if turn % 10 == 8:
+            self._renew()
         self._clock.now += 0.1
         if turn % 3 == 2:
             self._clock.now += 1.0  # longer than ``batch`` lets anything wait
             self._settle()
             os.write(self._log, b"C\n")
+
+    def _renew(self) -> None:
+        """Let the index be made anew, by the removal of records where that needs room."""
+        while not self.store._ledger.renew() and self._there:
+            self._delete(self._there[0])
+            self._clock.now += 1.0
+            self._settle()
 
     def _settle(self) -> None:
         with contextlib.suppress(Unavailable):

@@ -17,6 +17,7 @@ import pytest
 from kvtier.storage_backends import slab_index
 from kvtier.storage_backends.slab import INDEX_FLOOR
 from kvtier.storage_backends.slab_index import Entry, Index
+from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.testing.overrun import stale_reader
 from kvtier.testing.records import make_record
 from kvtier.tiers.store import Status
@@ -41,10 +42,14 @@ def test_a_reader_that_never_ends_costs_nothing(opened: Any) -> None:
         assert opened.disk_bytes() <= 3 * MIB
 
 
+@pytest.mark.parametrize("renewed", [False, True])
 def test_twin_with_lmdbs_table_of_readers_the_map_is_full(
-    opened: Any, monkeypatch: pytest.MonkeyPatch
+    opened: Any, monkeypatch: pytest.MonkeyPatch, *, renewed: bool
 ) -> None:
+    """And one that readers have filled is made anew."""
     environment = lmdb.Environment
+    if not renewed:
+        monkeypatch.setattr(Ledger, "_renew", lambda _: False)
 
     def with_table(*arguments: Any, **options: Any) -> Any:
         return environment(*arguments, **{**options, "lock": True})
@@ -53,7 +58,8 @@ def test_twin_with_lmdbs_table_of_readers_the_map_is_full(
     store = opened(3 * MIB, durability="none")
     churn(store, 50)
     with stale_reader(opened.folder / "index.lmdb"):
-        assert Status.FAILED in churn(store, 1500)
+        assert (Status.FAILED in churn(store, 1500)) is not renewed
+        assert opened.disk_bytes() <= 3 * MIB
 
 
 class Slow(Sequence[bytes]):

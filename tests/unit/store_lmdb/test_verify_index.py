@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.storage_backends import slab_recovery, slab_verify
+from kvtier.storage_backends import slab_renewal, slab_verify
 from kvtier.storage_backends.slab import PAGE
 from kvtier.storage_backends.slab_index import Index
 from kvtier.storage_backends.slab_pages import IndexPages
@@ -77,7 +77,7 @@ def test_a_torn_index_is_written_anew_within_the_capacity(
             most = max(most, filled.opened.disk_bytes())
             super().close()
 
-    monkeypatch.setattr(slab_recovery, "Index", Measured)
+    monkeypatch.setattr(slab_renewal, "Index", Measured)
     assert filled.check(repair=True).whole
     assert 0 < most <= capacity
     after = filled.check()
@@ -213,5 +213,7 @@ def test_an_index_that_is_replaced_meanwhile_is_said(
         return real(audit, runs)
 
     monkeypatch.setattr(slab_verify.Audit, "all", emptied)
-    with pytest.raises(ConfigError, match="was emptied by its owner meanwhile; run this again"):
+    with pytest.raises(
+        ConfigError, match="has a new index from its owner since then; run this again"
+    ):
         filled.check()

@@ -1,0 +1,91 @@
+"""A new index in the place of the old one: dense, no larger than its slots need.
+
+It is written beside the old one, synced, and renamed. Whatever ends the process, or cuts its power,
+there is the old one or the new one, with the same entries; a draft that was not finished goes at
+the next opening.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from kvtier.identity.record import RecordId
+from kvtier.storage_backends.slab import PAGE
+from kvtier.storage_backends.slab_directory import SlabDirectory
+from kvtier.storage_backends.slab_index import Index
+
+__all__ = ["draft_bytes", "lots_of", "remake", "renewed"]
+
+_LOT: Final = 4096
+_DENSE_BYTES: Final = 400
+"""Of an entry in pages that are filled one after the other: twelve a page, and what leads there."""
+
+_SPARE_BYTES: Final = 64 * PAGE
+"""For the pages that each transaction copies."""
+
+_Lots = Iterable[list[tuple[RecordId, bytes]]]
+
+
+def draft_bytes(entries: int) -> int:
+    """Return how large a new index for so many entries has to be while it is written."""
+    return _SPARE_BYTES + -(-entries * _DENSE_BYTES // PAGE) * PAGE
+
+
+def lots_of(index: Index) -> Iterator[list[tuple[RecordId, bytes]]]:
+    """Yield the entries of an index, a lot at a time, in the order of their names."""
+    after = b""
+    while lot := index.lot(after, _LOT):
+        after = lot[-1][0]
+        yield lot
+
+
+def _draft(directory: SlabDirectory, size: int, lots: _Lots) -> None:
+    """Write an index beside the one that there is, whole on the disk, or leave nothing of it."""
+    directory.remove_draft()
+    try:
+        index = Index(directory.draft, size, synced=False)
+        try:
+            for lot in lots:
+                index.extend(lot)
+            index.sync()
+        finally:
+            index.close()
+    except BaseException:
+        directory.remove_draft()
+        raise
+
+
+def remake(directory: SlabDirectory, size: int, lots: _Lots) -> None:
+    """Write entries, in the order of their names, into a new index that replaces a closed one.
+
+    For a moment there are two. Of a failure nothing remains but the old one. Raises OSError,
+    Unavailable.
+    """
+    _draft(directory, size, lots)
+    try:
+        directory.draft.replace(directory.index)
+    except BaseException:
+        directory.remove_draft()
+        raise
+    directory.sync()
+
+
+def renewed(directory: SlabDirectory, old: Index, size: int, *, synced: bool) -> Index:
+    """Do the same with one that is open and that nobody writes to; return the new one, open.
+
+    Its name has reached the disk once the directory is synced. Raises OSError, Unavailable; then
+    the old one goes on.
+    """
+    _draft(directory, size, lots_of(old))
+    new = None
+    try:
+        new = Index(directory.draft, size, synced=synced)
+        directory.draft.replace(directory.index)
+    except BaseException:
+        if new is not None:
+            new.close()
+        directory.remove_draft()
+        raise
+    new.moved(directory.index)
+    return new
