@@ -30,6 +30,7 @@ import numpy as np
 import torch
 
 import kvtier
+from kvtier.bench.messages import LoadModel
 from kvtier.bench.models import BLOCK_TOKENS, BenchModel, load_model
 from kvtier.bench.settings import RANDOM, SMOLLM2
 from kvtier.config import Config, TierConfig
@@ -229,7 +230,7 @@ def main() -> None:
     if args.rounds < 3 or not 4 * CHUNK <= args.tokens <= 1900:
         parser.error("--rounds must be at least 3, --tokens from 256 to 1900")
     torch.set_num_threads(1)
-    bench = load_model(args.model, CHUNK)
+    bench = load_model(LoadModel(args.model, CHUNK))
     draw = np.random.default_rng(7)
     vocab = bench.model.config.vocab_size
     count = args.rounds + LEARNING

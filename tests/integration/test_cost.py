@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvtier
+from kvtier.bench.messages import LoadModel
 from kvtier.bench.models import load_model
 from kvtier.config import Config, TierConfig
 from kvtier.connectors.reference import ReferenceConnector
@@ -27,7 +28,7 @@ OUTPUT = Sampling(max_tokens=3)
 
 @pytest.fixture(scope="module")
 def bench():
-    return load_model("random", CHUNK)
+    return load_model(LoadModel("random", CHUNK))
 
 
 class Place:
