@@ -1,4 +1,4 @@
-"""What moves between tiers: publish, spill, probe and fetch, on the flow loop.
+"""What moves between tiers: publish, spill and fetch, on the flow loop.
 
 Each multi-step move is one coroutine that reads from top to bottom.
 """
@@ -14,17 +14,14 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from kvtier.asking import Asking
 from kvtier.catalog.catalog import LOT, Catalog, Found, Part
-from kvtier.catalog.explain import ago
 from kvtier.catalog.fetch import Fetcher
 from kvtier.catalog.lease import Lease
-from kvtier.catalog.probe import Probe, search
-from kvtier.catalog.removal import Withdrawn
 from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
 from kvtier.catalog.sweep import Sweeper
 from kvtier.clock import Clock
-from kvtier.deadline import Deadline
 from kvtier.errors import MisuseError
 from kvtier.events import Reporter
 from kvtier.identity.record import RecordId, checksum, split_record_id
@@ -32,8 +29,6 @@ from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 from kvtier.prefix import Prefix
 from kvtier.seams import Flow, Future, IoPool
-from kvtier.tiers.pack import Run, pack_id
-from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Tier
 
 __all__ = ["Moves", "Saved"]
@@ -42,8 +37,6 @@ _log = logging.getLogger("kvtier")
 _HASH_THREADS: Final = 1
 _EXPIRE_SECONDS: Final = 0.25
 _MOST_KNOWN: Final = 1 << 19  # parts of a shared tier, of some hundred bytes each in the index
-_ASK_SECONDS: Final = 1.0  # that a look-up has, though its fetch has less: the next has the answer
-_ENDS: Final = 32  # chunks before the end of a prefix, where windows and states are looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +79,7 @@ class Moves:
         self._shared = {n: t for n, t in tiers.items() if t.store.capabilities.shared}
         self._clock = clock
         self._report = Reporter(clock)
-        self._probe = Probe(clock)
-        self._searches = 0
-        self._asking: set[asyncio.Task[bool]] = set()
+        self.asking = Asking(catalog, self._shared, strays, clock)
         self._hashing = IoPool("hash", _HASH_THREADS)
         self._saved: deque[list[Saved]] = deque()
         self._publishing = asyncio.Lock()
@@ -177,20 +168,6 @@ class Moves:
 
     # ---- fetch
 
-    def worth_asking(self, name: RecordId) -> bool:
-        """Say whether a shared tier may have a part that the index does not know."""
-        return bool(self._shared) and self._probe.due(name)
-
-    def asked(self, name: RecordId) -> str:
-        """Tell whether the shared tiers were asked for a part that the index does not know."""
-        shared = ", ".join(tier.name for tier in self._shared.values())
-        seconds = self._probe.asked(name)
-        if not shared:
-            return ""
-        if seconds is None:
-            return f" {shared} was not asked yet; a fetch asks."
-        return f" {shared} had it not when asked {ago(seconds)}."
-
     async def fetch(
         self,
         prefix: Prefix,
@@ -210,7 +187,7 @@ class Moves:
         included. pin, ahead: see ``Fetcher.fetch``.
         """
         began = self._clock()
-        if ask and await self._ask_within(prefix, found.chunks, within):
+        if ask and await self.asking.within(prefix, found.chunks, within):
             found = self._catalog.match(prefix.names, prefix.shape, prefix.limit)
         asked = self._clock() - began
         if found.tokens <= first * prefix.shape.chunk_tokens:
@@ -248,110 +225,6 @@ class Moves:
             if tokens <= reached or tokens >= found.tokens or self._clock() >= until:
                 return tokens
             reached, ask = tokens, False
-
-    async def _ask_within(self, prefix: Prefix, known: int, seconds: float) -> bool:
-        """Ask the shared tiers for what they have of a prompt beyond the `known` chunks.
-
-        False when they have not answered in time, or have nothing. A late answer is taken all
-        the same: the next match knows it.
-        """
-        deadline = Deadline(self._clock() + max(seconds, _ASK_SECONDS))
-        asking = asyncio.create_task(self._ask(prefix, known, deadline), name="ask")
-        self._asking.add(asking)  # the loop itself keeps only a weak reference
-        asking.add_done_callback(self._asking.discard)
-        await asyncio.wait((asking,), timeout=seconds)
-        return asking.done() and asking.result()
-
-    async def _ask(self, prefix: Prefix, known: int, deadline: Deadline) -> bool:
-        """Index what a shared tier says it has of a prompt; say whether it has anything."""
-        shape = prefix.shape
-        stop = min(-(-prefix.limit // shape.chunk_tokens), len(prefix.names))
-        places = shape.always or tuple(range(len(shape.names)))
-        for number, tier in self._shared.items():
-            withdrawn = self._catalog.watch()
-            try:
-                found = self._before_doomed(prefix, known, stop, number)
-                orders = [tier.longest_order(shape.nbytes[at]) for at in places]
-                for order in dict.fromkeys(orders):  # parts of one grid are looked up together
-                    some = [at for at, one in zip(places, orders, strict=True) if one == order]
-                    found = await self._search(prefix, known, found, number, some, deadline)
-                if found > known:
-                    parts = [prefix.part(c, at) for c in range(known, found) for at in places]
-                    self._note(parts, number, withdrawn)
-                    await self._ask_for_ends(prefix, found, number, withdrawn, deadline)
-                    return True
-            finally:
-                self._catalog.unwatch(withdrawn)
-        self._probe.missing(prefix.names[known][0])
-        return False
-
-    def _before_doomed(self, prefix: Prefix, known: int, stop: int, number: int) -> int:
-        """Return the first chunk, of those asked for, of which a tier has yet to delete a part.
-
-        It may be gone when the answer comes, so it is not asked for.
-        """
-        strays = self._strays[number]
-        if not len(strays):
-            return stop
-        return next((c for c in range(known, stop) if strays.count(prefix.names[c])), stop)
-
-    async def _search(
-        self,
-        prefix: Prefix,
-        known: int,
-        stop: int,
-        number: int,
-        places: Sequence[int],
-        deadline: Deadline,
-    ) -> int:
-        """Return how far a tier has the parts of one grid, from a known chunk on.
-
-        Of each run one part is asked for, and of the next prompt's another, so that a look-up
-        costs the same for many ranks; what the others lack, their reads find out.
-        """
-        tier, names = self._shared[number], prefix.names
-        nbytes = prefix.shape.nbytes[places[0]]
-        self._searches += 1
-        turn = self._searches
-
-        async def ask(runs: Sequence[Run]) -> list[bool]:
-            chosen = [places[(run.start + turn) % len(places)] for run in runs]
-            last = [names[run.stop - 1][at] for run, at in zip(runs, chosen, strict=True)]
-            packs = [pack_id(name, run.order) for name, run in zip(last, runs, strict=True)]
-            return [status is Status.OK for status in await tier.contains(packs, deadline)]
-
-        end, packs = await search(known, stop, tier.longest_order(nbytes), ask)
-        for run in packs:
-            for at in places:
-                tier.learn([names[c][at] for c in range(run.start, run.stop)], nbytes)
-        return end
-
-    async def _there(self, number: int, parts: Sequence[Part], deadline: Deadline) -> list[bool]:
-        """Say which parts a tier has, without those that are to be deleted there."""
-        strays = self._strays[number]
-        asked = [part.name for part in parts if part.name not in strays]
-        told = await self._shared[number].contains(asked, deadline)
-        answers = dict(zip(asked, told, strict=True))
-        return [answers.get(part.name) is Status.OK for part in parts]
-
-    async def _ask_for_ends(
-        self, prefix: Prefix, stop: int, number: int, withdrawn: Withdrawn, deadline: Deadline
-    ) -> None:
-        """Index the windows and states that a shared tier has of a prompt's last chunks."""
-        shape = prefix.shape
-        if shape.plain or not shape.always:
-            return
-        chunks = range(max(stop - _ENDS, 0), stop)
-        rest = [at for at in range(len(shape.names)) if at not in shape.always]
-        parts = [prefix.part(chunk, at) for chunk in chunks for at in rest]
-        answers = await self._there(number, parts, deadline)
-        there = [part for part, answer in zip(parts, answers, strict=True) if answer]
-        self._note(there, number, withdrawn)
-
-    def _note(self, parts: Sequence[Part], number: int, withdrawn: Withdrawn) -> None:
-        tier = self._shared[number]
-        for part in parts:
-            self._catalog.stored(part, number, tier.footprint(part.nbytes), withdrawn)
 
     # ---- clear, expire
 

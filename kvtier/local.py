@@ -72,7 +72,7 @@ class LocalDesk:
         unknown = (
             found.chunks < len(prefix.names)
             and found.chunks * self.shape.chunk_tokens < limit
-            and self.moves.worth_asking(prefix.names[found.chunks][0])
+            and self.moves.asking.worth(prefix.names[found.chunks][0])
         )
         tiers = tuple(map(names.__getitem__, found.tiers))
         return Match(prefix, found.tokens, tiers, found.chunks, unknown)
@@ -199,7 +199,7 @@ class LocalDesk:
         if self.bypass:
             usable, end = 0, End(0, "the namespace goes without its cache.")
         elif end.chunk is not None and any(not part.tiers for part in chunks[end.chunk].parts):
-            end = End(end.chunk, end.why + self.moves.asked(names[end.chunk][0]))
+            end = End(end.chunk, end.why + self.moves.asking.asked(names[end.chunk][0]))
         if len(prefix.tokens) > len(names) * shape.chunk_tokens:
             rest = PartPlace("", (), reason="incomplete")
             first, stop = len(names) * shape.chunk_tokens, len(prefix.tokens)

@@ -73,6 +73,10 @@ class Strays:
         self._add(name, charged)
         self._noted[name] = None
 
+    def doom(self, name: RecordId) -> None:
+        """Have a record deleted, whoever wrote it: it has a part that was withdrawn."""
+        self._add(name, 0)
+
     def forget(self, name: RecordId) -> None:
         """Take it that the Store has not got it, or that the index knows."""
         self._nbytes -= self._charged.pop(name, 0)

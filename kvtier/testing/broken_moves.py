@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import Any, Final
 
+from kvtier.asking import Asking
 from kvtier.catalog import catalog
 from kvtier.catalog.catalog import Catalog
 from kvtier.catalog.fetch import Fetcher
@@ -183,11 +184,11 @@ def forget_what_a_fetch_held_when_it_ends_empty() -> list[Patch]:
 
 @_takes_away("a shared tier is waited for as long as the fetch may take", "after its timeout")
 def wait_for_a_shared_tier_for_ever() -> list[Patch]:
-    async def broken(self: Moves, prefix: Any, known: int, seconds: float) -> bool:
+    async def broken(self: Asking, prefix: Any, known: int, seconds: float) -> bool:
         del seconds
         return await self._ask(prefix, known, NEVER)
 
-    return [(Moves, "_ask_within", broken), (Probe, "due", lambda _self, _name: True)]
+    return [(Asking, "within", broken), (Probe, "due", lambda _self, _name: True)]
 
 
 # ---- save and spill

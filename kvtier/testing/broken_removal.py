@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
+from kvtier.asking import Asking
 from kvtier.catalog.catalog import Catalog, Part
 from kvtier.catalog.index import DRAM
 from kvtier.catalog.shelf import Room
-from kvtier.flow import Moves
+from kvtier.deadline import Deadline
 from kvtier.identity.record import RecordId
 from kvtier.testing.mutation import Mutation, Patch, collector
 from kvtier.tiers.store import Status
@@ -71,14 +72,16 @@ def take_in_a_late_answer() -> list[Patch]:
 
 @_takes_away("a shared tier is not asked for what it has to delete", _BACK)
 def ask_for_what_is_to_be_deleted() -> list[Patch]:
-    async def broken(self: Moves, number: int, parts: Sequence[Part]) -> list[bool]:
-        answers = await self._shared[number].contains([part.name for part in parts])
+    async def broken(
+        self: Asking, number: int, parts: Sequence[Part], deadline: Deadline
+    ) -> list[bool]:
+        answers = await self._shared[number].contains([part.name for part in parts], deadline)
         return [answer is Status.OK for answer in answers]
 
-    def all_of_it(_self: Moves, _prefix: object, _known: int, stop: int, _number: int) -> int:
+    def all_of_it(_self: Asking, _prefix: object, _known: int, stop: int, _number: int) -> int:
         return stop
 
-    return [(Moves, "_there", broken), (Moves, "_before_doomed", all_of_it)]
+    return [(Asking, "_there", broken), (Asking, "_before_doomed", all_of_it)]
 
 
 @_takes_away("the Stores delete what was withdrawn", "is in a tier|written twice|nobody")

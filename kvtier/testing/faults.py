@@ -11,9 +11,18 @@ from typing import ClassVar, Final, Self, TypeVar
 
 from kvtier.errors import MisuseError, Unavailable
 from kvtier.identity.record import Header, RecordId
-from kvtier.tiers.store import Capabilities, Option, Read, Status, Store, Write
+from kvtier.tiers.store import (
+    Capabilities,
+    Option,
+    Read,
+    Span,
+    SpanStore,
+    Status,
+    Store,
+    Write,
+)
 
-__all__ = ["FaultyStore", "Rates"]
+__all__ = ["FaultyStore", "Rates", "faulty"]
 
 T = TypeVar("T")
 _NOISE: Final = 0xEE
@@ -181,6 +190,38 @@ class FaultyStore:
         hit = self._rng.random() < float(getattr(self.rates, fault))
         self.counts[fault] += hit
         return hit
+
+
+class FaultySpanStore(FaultyStore):
+    """One around a Store that reads pieces of records; a piece is one record to its rates."""
+
+    def read_spans(self, spans: Sequence[Span]) -> list[Status]:
+        """See SpanStore."""
+        self._call()
+        return self._cut([self._read_span(span) for span in spans])
+
+    def _read_span(self, span: Span) -> Status:
+        if self._hit("failed"):
+            return Status.FAILED
+        if self._hit("absent"):
+            return Status.ABSENT
+        assert isinstance(self.inner, SpanStore)
+        (status,) = self.inner.read_spans([span])
+        if status is not Status.OK:
+            return status
+        if self._hit("short"):
+            _fill(span.into[-1])
+            return Status.FAILED
+        if self._hit("wrong"):
+            spoilt = span.into[self._rng.randrange(len(span.into))]
+            spoilt[self._rng.randrange(len(spoilt))] ^= 1 << self._rng.randrange(8)
+        return status
+
+
+def faulty(inner: Store, rng: random.Random, rates: Rates) -> FaultyStore:
+    """Wrap a Store in one that misbehaves, and reads pieces of records if that one does."""
+    kind = FaultySpanStore if isinstance(inner, SpanStore) else FaultyStore
+    return kind(inner, rng, rates)
 
 
 def _fill(buffer: memoryview) -> None:

@@ -215,8 +215,8 @@ class Events:
 
     def _watch_moves(self) -> None:
         moves = inside(self._cache).moves
-
-        ask, ask_within = moves._ask, moves._ask_within
+        asking = moves.asking
+        ask, within = asking._ask, asking.within
         asked: dict[Any, list[bool]] = {}  # by the task that asks
 
         async def noted(answered: list[bool], *args: Any) -> bool:
@@ -231,13 +231,13 @@ class Events:
             return noted(answered, *args)
 
         async def watched_within(*args: Any) -> bool:
-            found = await ask_within(*args)
+            found = await within(*args)
             if not asked.pop(asyncio.current_task(), [True]):
                 self.count("probe_late")
             return found
 
-        moves._ask = watched_ask  # type: ignore[assignment, method-assign]
-        moves._ask_within = watched_within  # type: ignore[assignment, method-assign]
+        asking._ask = watched_ask  # type: ignore[assignment, method-assign]
+        asking.within = watched_within  # type: ignore[assignment, method-assign]
         self._after(moves._fetcher, "_end", lambda _, row, *__: self._ended(row))
         for spiller in moves._spillers.values():
             self._watch_strays(spiller._strays)

@@ -15,6 +15,8 @@ from kvtier.testing.inside import inside
 from kvtier.testing.simclient import FOREVER
 from kvtier.testing.simcrash import torn_in
 from kvtier.testing.simtask import SimError
+from kvtier.tiers.pack import order_of
+from kvtier.tiers.tier import Tier
 
 if TYPE_CHECKING:
     from kvtier.testing.simworld import World
@@ -149,12 +151,21 @@ class Ending:
 
     def _kept_names(self) -> dict[int, set[RecordId]]:
         """Return the names of what each Store that answers really has."""
+        tiers = inside(self._cache).depot.tiers
         return {
-            number: {one.id for one in store.scan()} - torn_in(store.inner).keys()
+            number: _found_in(tiers[number], store) - torn_in(store.inner).keys()
             for number, store in enumerate(self._stores, 1)
-            if inside(self._cache).depot.tiers[number].available and not store.rates.unavailable
+            if tiers[number].available and not store.rates.unavailable
         }
 
     def _local_stores(self) -> list[tuple[int, FaultyStore]]:
         numbered = enumerate(zip(self._scenario.tiers, self._stores, strict=True), 1)
         return [(number, store) for number, (shape, store) in numbered if not shape.shared]
+
+
+def _found_in(tier: Tier, store: FaultyStore) -> set[RecordId]:
+    """Return the names of the parts that a Store has, where its Tier looks for them."""
+    there = {one.id for one in store.scan()}
+    known = tier._packer._places if tier._packer is not None else {}
+    packed = {part for part, place in known.items() if place.pack in there}
+    return packed | {name for name in there if not order_of(name) and name not in known}

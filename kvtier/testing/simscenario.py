@@ -32,7 +32,8 @@ class TierShape:
 
     bounded: the Store itself answers FULL, otherwise the Tier's count is all there is. durable:
     it survives a crash, but for what it had not synced. sync_every, ordered: see SimDisk.
-    writes: its write budget for a day, in such records; None for unlimited.
+    writes: its write budget for a day, in such records; None for unlimited. packed: it is shared,
+    and small parts lie in packs there.
     """
 
     records: int | None
@@ -43,6 +44,7 @@ class TierShape:
     sync_every: int = 1
     ordered: bool = True
     writes: int | None = None
+    packed: bool = False
 
 
 # Kinds of worlds, and how many of a hundred are drawn.
@@ -97,7 +99,10 @@ class Scenario:
         crashes = tuple(rng.randint(50, 900) for _ in range(rng.choice((1, 2, 2))))
         drawn = cls(
             dram_slots=rng.randint(3, 7) * MODELS[model].width,
-            tiers=_admitting(_tiers(rng), random.Random(f"{seed}/admission")),
+            tiers=_packing(
+                _admitting(_tiers(rng), random.Random(f"{seed}/admission")),
+                random.Random(f"{seed}/packs"),
+            ),
             model=model,
             clients=rng.randint(5, 10),
             rates=_trouble(rng),
@@ -109,7 +114,9 @@ class Scenario:
         )
         first, rest = drawn.tiers[:1] or (TierShape(rng.choice((None, 8))),), drawn.tiers[1:]
         if kind == "crashing":
-            durable = replace(first[0], durable=True, shared=False, records=rng.choice((None, 16)))
+            durable = replace(
+                first[0], durable=True, shared=False, packed=False, records=rng.choice((None, 16))
+            )
             syncs, ordered = rng.choice((1, 12, 24)), rng.random() < 0.3
             durable = replace(durable, sync_every=syncs, ordered=ordered)
             rates, in_write = rng.choice((_NO_FAULTS, drawn.rates)), rng.random() < 0.8
@@ -176,6 +183,11 @@ def _admitting(tiers: tuple[TierShape, ...], rng: random.Random) -> tuple[TierSh
         replace(shape, admission=rng.choice(mode), writes=rng.choice((None, None, None, 6, 20)))
         for shape, mode in zip(tiers, modes, strict=True)
     )
+
+
+def _packing(tiers: tuple[TierShape, ...], rng: random.Random) -> tuple[TierShape, ...]:
+    """Let some that are shared pack small parts."""
+    return tuple(replace(shape, packed=shape.shared and rng.random() < 0.5) for shape in tiers)
 
 
 def _tiers(rng: random.Random) -> tuple[TierShape, ...]:

@@ -24,7 +24,7 @@ from kvtier.identity.record import HEADER_BYTES
 from kvtier.identity.shape import chunk_shape
 from kvtier.memory.sealed import PAGE_BYTES
 from kvtier.storage_backends.memory import MemoryStore
-from kvtier.testing.faults import FaultyStore
+from kvtier.testing.faults import FaultyStore, faulty
 from kvtier.testing.inside import inside
 from kvtier.testing.oracle import Oracle
 from kvtier.testing.simclient import FOREVER, Clients
@@ -33,7 +33,7 @@ from kvtier.testing.simcrash import Crash, Ledger, Past, check_reopened, crash
 from kvtier.testing.simdevice import SimDevice, Tables
 from kvtier.testing.simdisk import SimDisk
 from kvtier.testing.simflow import SimFlow
-from kvtier.testing.simhost import SharedMemory, write_as_another_host
+from kvtier.testing.simhost import PackedMemory, SharedMemory, write_as_another_host
 from kvtier.testing.simloop import SimLoop, simulate
 from kvtier.testing.simmodel import BLOCK, CHUNK, MODELS
 from kvtier.testing.simreach import Neighbours, draw_quotas
@@ -41,6 +41,7 @@ from kvtier.testing.simrest import Ending
 from kvtier.testing.simscenario import HANG_SECONDS, Scenario, TierShape
 from kvtier.testing.simspill import Meter, SpillWatch
 from kvtier.testing.simtask import SimError
+from kvtier.tiers.pack import pair_bytes
 from kvtier.tiers.store import Store, Write
 
 __all__ = ["Engine", "World", "run_world"]
@@ -130,18 +131,21 @@ class World:
 
     def _open(self, number: int, shape: TierShape) -> TierConfig:
         """Open a tier's store: what an earlier life left there, or an empty one."""
-        capacity = None if shape.records is None else shape.records * self._largest
+        largest = self._largest
+        if shape.packed:
+            largest = -(-(pair_bytes(largest - HEADER_BYTES) + HEADER_BYTES) // 2)
+        capacity = None if shape.records is None else shape.records * largest
         left = self.past.stores.get(number) if self.past is not None else None
         bound, name = capacity if shape.bounded else None, f"tier{number}"
         inner = left if left is not None else _new_store(shape, name, bound)
         rates = self.scenario.rates
-        store = FaultyStore(inner, self.loop.rng(f"store{number}"), rates)
+        store = faulty(inner, self.loop.rng(f"store{number}"), rates)
         if self.scenario.hangs:
             store.THREADS = 1  # type: ignore[misc]  # one call that hangs takes them all
         if shape.durable:
             self.ledgers[number] = Ledger(store)
         self.stores.append(store)
-        a_day = math.inf if shape.writes is None else shape.writes * self._largest
+        a_day = math.inf if shape.writes is None else shape.writes * largest
         self.meters.append(Meter(store, a_day, self.loop.time))
         return TierConfig(
             "memory",
@@ -228,6 +232,8 @@ class World:
 def _new_store(shape: TierShape, name: str, capacity: int | None) -> Store:
     if shape.durable:
         return SimDisk(name, capacity, shape.sync_every, ordered=shape.ordered)
+    if shape.packed:
+        return PackedMemory(name, capacity)
     return SharedMemory(name, capacity) if shape.shared else MemoryStore(name, capacity)
 
 

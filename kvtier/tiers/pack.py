@@ -60,6 +60,7 @@ __all__ = [
     "pack",
     "pack_id",
     "pack_sized",
+    "pair_bytes",
     "runs_over",
     "sized_at",
     "unpacked_id",
@@ -141,6 +142,11 @@ def member_at(index: int, order: int, nbytes: int) -> int:
 def members_bytes(order: int, nbytes: int) -> int:
     """Return the length of the payload of a pack of parts of so many stored bytes."""
     return member_at(1 << order, order, nbytes)
+
+
+def pair_bytes(nbytes: int) -> int:
+    """Return the length of the longest payload of a pack of two such parts."""
+    return head_bytes(1) + 2 * (HEADER_BYTES + nbytes)
 
 
 def sized_at(index: int, order: int, lengths: Sequence[int]) -> int:

@@ -16,78 +16,37 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvtier.errors import Corrupt
 from kvtier.identity.record import CODEC_RAW, HEADER_BYTES, KEY_BYTES, Header, RecordId
 from kvtier.tiers.coding import Coding, Written, encoded
 from kvtier.tiers.pack import (
+    LONGEST,
     cut,
     head_bytes,
     lengths_in,
     longest_order,
-    member_at,
     order_of,
     pack,
     pack_id,
     pack_sized,
-    sized_at,
 )
+from kvtier.tiers.places import KnownPack, Member, Place, adjacent
 from kvtier.tiers.store import Read, Span, SpanStore, Status, Write
 
 __all__ = ["Packer"]
 
 _REMEMBERED: Final = 1 << 18  # parts, of about 120 bytes each
-_SPAN_BYTES: Final = 4 << 20  # read by one request; a longer one is several in parallel
-
-
-class _Place(NamedTuple):
-    """A pack, and how many of its parts come before this one."""
-
-    pack: RecordId
-    before: int
-
-
-class _Member(NamedTuple):
-    """A part of a batch that lies in a pack: which of the batch, where, and its stored bytes."""
-
-    at: int
-    place: _Place
-    start: int
-    nbytes: int
+_DELETED: Final = 1 << 16  # parts that were deleted and not written again since
 
 
 class _Missed(NamedTuple):
     """A part that was not where it was looked for, and what the Store said of that place."""
 
-    member: _Member
+    member: Member
     span: Status
-
-
-class _Pack:
-    """The parts of a pack that is there, and of how many this process has no use any more.
-
-    lengths: of its parts, none for one of version 1; None as long as nobody has looked.
-    """
-
-    __slots__ = ("gone", "lengths", "members", "nbytes")
-
-    def __init__(
-        self, members: tuple[RecordId, ...], nbytes: int, lengths: tuple[int, ...] | None
-    ) -> None:
-        self.members = members
-        self.nbytes = nbytes
-        self.lengths = lengths
-        self.gone: set[RecordId] = set()
-
-    def member(self, at: int, place: _Place) -> _Member:
-        """Return where a part lies."""
-        order, before = order_of(place.pack), place.before
-        if self.lengths:
-            start = sized_at(before, order, self.lengths)
-            return _Member(at, place, start, self.lengths[before])
-        return _Member(at, place, member_at(before, order, self.nbytes), self.nbytes)
 
 
 class Packer:
@@ -101,8 +60,9 @@ class Packer:
         self.coding: Coding | None = None
         self._sized: bool | None = None  # whether what was looked into last was of version 2
         self._lock = threading.Lock()
-        self._packs: OrderedDict[RecordId, _Pack] = OrderedDict()
-        self._places: dict[RecordId, _Place] = {}
+        self._packs: OrderedDict[RecordId, KnownPack] = OrderedDict()
+        self._places: dict[RecordId, Place] = {}
+        self._deleted: OrderedDict[RecordId, None] = OrderedDict()
 
     def runs(self, records: Sequence[Write]) -> list[list[int]]:
         """Return how records are packed: the places in `records` of each run, in their order.
@@ -172,28 +132,39 @@ class Packer:
             (status,) = self._store.write_many([record])
         else:
             (status,) = self.coding.timed(self._store, [record])
-        if order and status is Status.OK:
-            self._know([each.id for each in headers], nbytes, lengths)
+        if status is Status.OK:
+            names = [each.id for each in headers]
+            with self._lock:
+                for name in names:
+                    self._deleted.pop(name, None)
+            self._know(names, nbytes, lengths)
         return [Written(status, header) for header in headers]
 
-    def learn(self, members: Sequence[RecordId], nbytes: int) -> None:
-        """Remember that there is the pack of these parts, a run, each of so many raw bytes."""
-        self._know(members, nbytes, None)
+    def learn(self, members: Sequence[RecordId], nbytes: int) -> bool:
+        """Remember that there is the pack of these parts, a run, each of so many raw bytes.
+
+        False, and nothing is remembered, if one of them was deleted here: another host has
+        written it with a tail of its own, under a name that nobody here could tell then.
+        """
+        return self._know(members, nbytes, None)
 
     def _know(
         self, members: Sequence[RecordId], nbytes: int, lengths: tuple[int, ...] | None
-    ) -> None:
+    ) -> bool:
         order = len(members).bit_length() - 1
-        if not order:
-            return
         name = pack_id(members[-1], order)
         with self._lock:
+            if any(member in self._deleted for member in members):
+                return False
+            if not order:
+                return True
             self._forget(name)
-            self._packs[name] = _Pack(tuple(members), nbytes, lengths)
+            self._packs[name] = KnownPack(tuple(members), nbytes, lengths)
             for index, member in enumerate(members):
-                self._places[member] = _Place(name, index)
+                self._places[member] = Place(name, index)
             while len(self._places) > _REMEMBERED:
                 self._forget(next(iter(self._packs)))
+        return True
 
     def _forget(self, name: RecordId) -> None:
         known = self._packs.pop(name, None)
@@ -281,7 +252,7 @@ class Packer:
         out: list[Read],
     ) -> dict[int, _Missed]:
         """Read parts from packs; return those that were not where they were looked for."""
-        members: list[_Member] = []
+        members: list[Member] = []
         with self._lock:
             for at in packed:
                 place = self._places.get(ids[at])
@@ -298,9 +269,9 @@ class Packer:
         return missed
 
     def _read_members(
-        self, members: Sequence[_Member], into: Sequence[memoryview]
-    ) -> Iterator[tuple[_Member, Status, Read]]:
-        groups = list(_adjacent(members))
+        self, members: Sequence[Member], into: Sequence[memoryview]
+    ) -> Iterator[tuple[Member, Status, Read]]:
+        groups = list(adjacent(members))
         heads = [[memoryview(bytearray(HEADER_BYTES)) for _ in group] for group in groups]
         spans = []
         for group, above in zip(groups, heads, strict=True):
@@ -322,16 +293,25 @@ class Packer:
         return self._store.contains_many(ids)
 
     def delete_many(self, ids: Sequence[RecordId]) -> list[Status]:
-        """See Store. A part that lies in a pack takes all of that pack along, at once."""
+        """See Store. A part takes along each pack that ends with it, or is known to have it.
+
+        In a pack that another host wrote with another tail it may stay; but until it is written
+        from here again, no such pack is taken for there (see ``learn``).
+        """
+        doomed: dict[RecordId, list[RecordId]] = {}
         with self._lock:
-            doomed = [(name, self._places.get(name)) for name in ids]
-            for _, place in doomed:
-                if place is not None:
+            for name in ids:
+                doomed[name] = [pack_id(name, order) for order in _orders(name)]
+                if (place := self._places.get(name)) is not None:
+                    doomed[name].append(place.pack)
                     self._forget(place.pack)
-        packs = dict.fromkeys(place.pack for _, place in doomed if place is not None)
-        names = [*packs, *dict.fromkeys(ids)]
+                self._deleted[name] = None
+                self._deleted.move_to_end(name)
+            while len(self._deleted) > _DELETED:
+                self._deleted.popitem(last=False)
+        names = list(dict.fromkeys(itertools.chain.from_iterable(doomed.values())))
         fates = dict(zip(names, self._store.delete_many(names), strict=True))
-        return [_both(fates[name], fates[place.pack] if place else None) for name, place in doomed]
+        return [_worst(fates[one] for one in doomed[name]) for name in ids]
 
     def evict_many(self, ids: Sequence[RecordId]) -> list[Status]:
         """Let parts go: a pack is deleted when this process has no use for any part of it."""
@@ -360,23 +340,6 @@ class Packer:
             return sum(len(known.gone) for known in self._packs.values())
 
 
-def _adjacent(members: Sequence[_Member]) -> Iterator[list[_Member]]:
-    """Yield runs of a batch that follow each other in one pack, each of a few MiB."""
-    group: list[_Member] = []
-    size = 0
-    for one in members:
-        size += one.nbytes
-        if group and not (
-            one.place == _Place(group[-1].place.pack, group[-1].place.before + 1)
-            and size <= _SPAN_BYTES
-        ):
-            yield group
-            group, size = [], one.nbytes
-        group.append(one)
-    if group:
-        yield group
-
-
 def _read_of(status: Status, head: memoryview) -> Read:
     if status is not Status.OK:
         return Read(status)
@@ -386,9 +349,15 @@ def _read_of(status: Status, head: memoryview) -> Read:
         return Read(Status.CORRUPT)
 
 
-def _both(alone: Status, packed: Status | None) -> Status:
-    """Return what became of a part that may lie in a pack, alone, or both."""
-    found = (alone, packed or Status.ABSENT)
+def _orders(name: RecordId) -> range:
+    """Return the orders of the records that may end with a part; of a pack, its own."""
+    own = order_of(name)
+    return range(own, own + 1) if own else range(LONGEST + 1)
+
+
+def _worst(fates: Iterable[Status]) -> Status:
+    """Return what became of a part that may lie in several records."""
+    found = set(fates)
     for status in (Status.FAILED, Status.OK):
         if status in found:
             return status

@@ -24,7 +24,7 @@ from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.coding import Coding, Written, send_each
 from kvtier.tiers.exact import Fetched, Wanted, verify
 from kvtier.tiers.exact import guarded as _guarded
-from kvtier.tiers.pack import longest_order
+from kvtier.tiers.pack import longest_order, pair_bytes
 from kvtier.tiers.packer import Packer
 from kvtier.tiers.settling import Settling
 from kvtier.tiers.store import EncodedStore, SpanStore, Status, Store, Write
@@ -110,13 +110,16 @@ class Tier:
         return self._ailments.trouble(IN_A_ROW if self._breaker.closed else 1)
 
     def footprint(self, nbytes: int, *, encoded: bool = False) -> int:
-        """Return the bytes of the budget that a record takes; its payload if the Store fails.
+        """Return the bytes of the budget that a part takes; its payload if the Store fails.
 
+        Where parts are packed, it is a part's share of the shortest pack, in which it is largest.
         encoded: its payload is what a codec left.
         """
         of = self._sized.encoded_footprint if encoded and self._sized else self.store.footprint
         try:
             found = operator.index(of(nbytes))
+            if self.longest_order(nbytes):
+                found = max(found, -(-operator.index(of(pair_bytes(nbytes))) // 2))
         except Exception as error:  # noqa: BLE001  (a plug-in may raise anything; P2)
             self._report.warn(self.name, f"footprint: {type(error).__name__}: {error}")
             return nbytes
@@ -207,10 +210,9 @@ class Tier:
         """Return how many parts of so many bytes may lie in one record, as a power of two."""
         return longest_order(nbytes) if self._packer else 0
 
-    def learn(self, members: Sequence[RecordId], nbytes: int) -> None:
-        """Take it that the Store has the pack of these parts, of so many bytes each."""
-        if self._packer is not None:
-            self._packer.learn(members, nbytes)
+    def learn(self, members: Sequence[RecordId], nbytes: int) -> bool:
+        """Take it that the Store has the pack of such parts; False if it has to go."""
+        return self._packer is None or self._packer.learn(members, nbytes)
 
     async def write_all(self, records: Sequence[Write]) -> list[Written]:
         """Write records, ancestors first, with as many calls in parallel as the Store takes."""

@@ -11,6 +11,7 @@ from msgspec import structs
 from kvtier.identity.record import HEADER_BYTES, Header
 from kvtier.testing.proxy import DelayProxy, Fault
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, Toy, dram, opened, prompt
+from kvtier.tiers import packer as module
 from kvtier.tiers.pack import CODEC_SIZED_PACK
 from kvtier.tiers.packer import Packer
 
@@ -100,6 +101,30 @@ def test_an_invalidated_prompt_is_not_found_again(host, url, s3_server, s3_locat
     assert toy.cache.invalidate(TOKENS, timeout=20).unconfirmed == 0
     assert sizes(s3_server, s3_location) == []
     assert host(url).load("b", TOKENS)[0] == 0
+
+
+def test_a_prompt_is_invalidated_in_packs_that_others_wrote_with_other_tails(
+    host, url, s3_server, s3_location
+):
+    """What is removed here is read from no pack of theirs, and that pack goes when it is met."""
+    longer = np.concatenate([TOKENS[: 8 * CHUNK], prompt(8 * CHUNK + 1, 7)])
+    host(url).save("a", longer)
+    assert sizes(s3_server, s3_location) == [16]
+    other = host(url)
+    other.cache.invalidate(TOKENS[: 8 * CHUNK + 1], timeout=20)
+    assert other.load("b", longer)[0] == 0
+    assert other.cache.purge(timeout=20).unconfirmed == 0
+    assert sizes(s3_server, s3_location) == []
+
+
+def test_if_packs_with_other_tails_were_taken_it_would_come_back(host, url, monkeypatch):
+    """The twin."""
+    monkeypatch.setattr(module, "_DELETED", 0)
+    longer = np.concatenate([TOKENS[: 8 * CHUNK], prompt(8 * CHUNK + 1, 7)])
+    host(url).save("a", longer)
+    other = host(url)
+    other.cache.invalidate(TOKENS[: 8 * CHUNK + 1], timeout=20)
+    assert other.load("b", longer)[0] == 16 * CHUNK
 
 
 def test_a_purged_namespace_leaves_no_pack(host, url, s3_server, s3_location):

@@ -14,6 +14,7 @@ from kvtier.identity.record import HEADER_BYTES, Part, checksum, record_id
 from kvtier.testing.records import make_record
 from kvtier.testing.span_memory import SpanMemory
 from kvtier.tiers import packer as module
+from kvtier.tiers import places
 from kvtier.tiers.pack import (
     CODEC_PACK,
     LONGEST,
@@ -146,7 +147,7 @@ def test_neighbours_in_a_pack_are_read_by_one_span(packer, store):
 
 
 def test_a_long_span_is_read_in_several(packer, store, monkeypatch):
-    monkeypatch.setattr(module, "_SPAN_BYTES", 4 * SIZE)
+    monkeypatch.setattr(places, "_SPAN_BYTES", 4 * SIZE)
     records = chain(0, 16)
     packer.write_many(records)
     assert read(packer, records) == [OK] * 16
@@ -229,6 +230,34 @@ def test_a_deleted_part_takes_its_pack_along(packer, store):
     assert packer.delete_many(names(records[1:2])) == [OK]
     assert [header.id for header in store.scan()] == names(records[4:])
     assert packer.delete_many(names(records)) == [ABSENT] * 4 + [OK]
+
+
+def test_a_deleted_part_takes_a_pack_along_that_another_host_wrote(packer, store):
+    records = chain(0, 4)
+    Packer(store).write_many(records)
+    assert packer.delete_many(names(records[3:])) == [OK]
+    assert list(store.scan()) == []
+
+
+def test_what_was_deleted_is_not_taken_from_a_pack_with_another_tail(packer, store):
+    records = chain(0, 4)
+    Packer(store).write_many(records)
+    assert packer.delete_many(names(records[:2])) == [ABSENT, ABSENT]
+    assert not packer.learn(names(records), SIZE)
+    assert read(packer, records) == [ABSENT] * 4
+    packer.write_many(records[:2])
+    assert packer.learn(names(records), SIZE)
+    assert read(packer, records) == [OK] * 4
+
+
+def test_what_was_deleted_is_remembered_within_a_bound(packer, store, monkeypatch):
+    """Without the bound a long life would remember all that was ever deleted."""
+    records = chain(0, 4)
+    Packer(store).write_many(records)
+    monkeypatch.setattr(module, "_DELETED", 2)
+    packer.delete_many(names(records[:3]))
+    assert not packer.learn(names(records[2:]), SIZE)
+    assert packer.learn(names(records[:1]), SIZE)
 
 
 def test_a_pack_stays_until_nobody_here_needs_any_part_of_it(packer, store):

@@ -13,7 +13,7 @@ from kvtier.identity.record import CODEC_LOSSLESS, CODEC_RAW, HEADER_BYTES, reco
 from kvtier.metrics import Metrics
 from kvtier.testing.records import NAMESPACE, make_record
 from kvtier.testing.span_memory import SpanMemory
-from kvtier.tiers import packer as module
+from kvtier.tiers import places
 from kvtier.tiers.coding import Coding
 from kvtier.tiers.exact import Wanted, verify
 from kvtier.tiers.pack import (
@@ -227,7 +227,7 @@ def test_spans_of_parts_of_many_lengths_are_of_some_mib(store, monkeypatch):
     records = chain(16, range(8))
     packer = packer_on(store, encodes=True)
     packer.write_many(records)
-    monkeypatch.setattr(module, "_SPAN_BYTES", 4 * SIZE)
+    monkeypatch.setattr(places, "_SPAN_BYTES", 4 * SIZE)
     assert read(packer, records) == [OK] * 16
     sizes = [sum(map(len, span.into)) for span in store.spans]
     assert [size <= 4 * (SIZE + HEADER_BYTES) for size in sizes] == [True] * len(sizes)
