@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.errors import Unavailable
-from kvtier.storage_backends.slab import stride_for
+from kvtier.storage_backends.slab import Segment, stride_for
 from kvtier.storage_backends.slab_batch import Batch, Known
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_ledger import Ledger
@@ -66,11 +66,15 @@ class Writer:
         return lot.out
 
     def _place(self, lot: _Lot) -> None:
-        """Take a slot for each record that is not there yet: what is free first, as neighbours."""
+        """Take a slot for each record that is not there yet: what is free first, as neighbours.
+
+        In the records' order, as runs are published in that of the slots, and ancestors come first.
+        """
         missing = self._missing(lot)
         wanted = Counter([one.stride for one in missing])
         late: list[_Missing] = []
-        free = {stride: iter(self.ledger.slots(stride, wanted[stride])) for stride in wanted}
+        taken_at_once = {stride: self.ledger.slots(stride, wanted[stride]) for stride in wanted}
+        free = {stride: iter(sorted(of, key=_where)) for stride, of in taken_at_once.items()}
         for one in missing:
             taken = next(free[one.stride], None)
             if taken is None:
@@ -150,3 +154,8 @@ class Writer:
         """Say that a write failed: not for want of room that the removal of records would give."""
         self._log.warn("a write failed", error)
         return Status.FAILED, None
+
+
+def _where(place: tuple[Segment, int]) -> tuple[int, int]:
+    segment, slot = place
+    return segment.number, slot

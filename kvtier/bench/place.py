@@ -137,7 +137,8 @@ class Place:
             endpoint += _IMPATIENT
         bucket = server.create_bucket(_BUCKET)
         self._url = (
-            f"s3://{bucket}/records?capacity=unbounded&admission=through&endpoint={endpoint}"
+            f"s3://{bucket}/records?capacity=unbounded&admission=through"
+            f"&codec=raw&endpoint={endpoint}"  # what it claims is compared with what was sent
         )
 
 

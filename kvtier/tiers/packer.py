@@ -58,7 +58,7 @@ class Packer:
     def __init__(self, store: SpanStore) -> None:
         self._store = store
         self.coding: Coding | None = None
-        self._sized: bool | None = None  # whether what was looked into last was of version 2
+        self._sized: bool | None = None  # whether any that was looked into was of version 2
         self._lock = threading.Lock()
         self._packs: OrderedDict[RecordId, KnownPack] = OrderedDict()
         self._places: dict[RecordId, Place] = {}
@@ -224,7 +224,7 @@ class Packer:
                 known = self._packs.get(name)
                 if status is Status.OK and known is not None:
                     known.lengths = lengths_in(bytes(head), order_of(name))
-                    self._sized = bool(known.lengths)
+                    self._sized = bool(self._sized or known.lengths)
 
     def _elsewhere(
         self, missed: Mapping[int, _Missed], ids: Sequence[RecordId], still: dict[int, _Missed]

@@ -310,8 +310,8 @@ class Ranks:
         self.cache.settle(plan, results[0])
         assert self.cache.flush(timeout=20)
         memory = self.cache._desk.arena.memory
-        copied = [[each._copies(p, memory, saves=True) for p in plan.parts] for each in self.pages]
-        return [len(parts) - parts.count([]) for parts in copied]
+        placed = [[each._place(p, memory, saves=True) for p in plan.parts] for each in self.pages]
+        return [len(parts) - parts.count(None) for parts in placed]
 
     def load(self, tokens: np.ndarray) -> int:
         """Load what there is into all ranks; return its length. All that is needed is exact."""
