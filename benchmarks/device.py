@@ -11,8 +11,10 @@ submit: how long the call itself takes for a part of 2 MiB, of 64 planes, of 16 
 that are smaller, scattered, with holes, or in a row; by the clock, and by this thread's CPU time.
 checked: the same in the race checker. planned: what a GPU's device does before the driver's calls,
 by CPU time, with a driver that does nothing: for sixteen such chunks in one call, microseconds a
-chunk of each way, and a run of bytes of the batched one. With --device cuda it is the GPU that is
-measured, by ``device_gpu.py``.
+chunk of each way, and a run of bytes of the batched one. grouped: a load of 16 chunks of 2 MiB,
+by its plan, in 8 groups of layers. layer 0: which part of a load's bytes has landed when the
+reference engine computes its first layer behind it (both: ``device_layers.py``). With --device
+cuda it is the GPU that is measured, by ``device_gpu.py``.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -44,7 +46,7 @@ CALL = 32 << 20  # bytes of parts that one call copies, as one prompt has severa
 SIZES = {"2MiB": 2 << 20, "16MiB": 16 << 20}
 ROUNDS = 25
 MEMORY = 256 << 20  # of each kind
-LIMITS = {"gather": 0.8, "scatter": 0.8, "submit": 30.0, "batch_us_per_run": 0.6}
+LIMITS = {"gather": 0.8, "scatter": 0.8, "submit": 30.0, "batch_us_per_run": 0.6, "layer 0": 0.15}
 KINDS = {
     "16 blocks": ("scattered", BLOCKS),
     "256 blocks": ("scattered", 256),
@@ -170,7 +172,6 @@ def planned(kind: str, count: int) -> dict[str, Any]:
 
 def on_gpu(path: Path | None) -> int:
     """Measure the GPU and save after each step; 1 where there is none."""
-    sys.path.insert(0, str(Path(__file__).parent))
     from device_gpu import measure
 
     def save(found: object) -> None:
@@ -186,12 +187,45 @@ def on_gpu(path: Path | None) -> int:
     return 0
 
 
+def tell(
+    ratios: Mapping[str, Any],
+    told: Mapping[str, float],
+    checked: Mapping[str, float],
+    grouped: Mapping[str, float],
+    others: Mapping[str, Any],
+    plans: Mapping[str, Any],
+) -> None:
+    """Print what copies and their submission took."""
+    for kind, sizes in ratios.items():
+        for name, row in sizes.items():
+            for way, found in row.items():
+                low, high = found["min"], found["max"]
+                print(
+                    f"{way:19} {name:6} blocks of {kind:6} {found['median']:6.2f} of copyto ",
+                    end="",
+                )
+                print(f"({low:.2f} to {high:.2f})")
+    print(
+        f"submit   {told['median']:6.1f} us a chunk, {checked['median']:.1f} us checked, ", end=""
+    )
+    print(f"{grouped['median']:.1f} us grouped ({grouped['min']:.1f} to {grouped['max']:.1f})")
+    for name, one in others.items():
+        print(
+            f"submit   {one['median']:6.1f} us ({one['min']:.1f} to {one['max']:.1f}), "
+            f"{one['cpu']['median']:.1f} us of CPU time: a chunk of {name}"
+        )
+    for name, one in plans.items():
+        ways = ", ".join(f"{way} {one[way]['median']:.1f}" for way in PATHS)
+        print(f"planned  {ways} us a chunk, {one['batch_us_per_run']:.3f} us a run: {name}")
+
+
 def main() -> int:
     """Measure, interleaved, and print."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments.add_argument("--json", type=Path)
     options = arguments.parse_args()
+    sys.path.insert(0, str(Path(__file__).parent))
     if options.device == "cuda":
         return on_gpu(options.json)
     with closing(CpuDevice()) as device:
@@ -202,35 +236,36 @@ def main() -> int:
             for kind, block in PLANE_BYTES.items()
         }
     plans = {name: planned(*kind) for name, kind in KINDS.items()}
+    import device_layers
+
+    landed, grouped = device_layers.layers(ROUNDS), device_layers.submit(ROUNDS * 5)
     counted = ratios[next(iter(PLANE_BYTES))]
     cpu: dict[str, object] = {
         f"{way}_over_copyto": {name: row[way]["median"] for name, row in counted.items()}
         for way in ("gather", "scatter")
     }
     cpu["submit_us_per_chunk"] = told["median"]
+    cpu["grouped_submit_us_per_chunk"] = grouped["median"]
     cpu["checked_submit_us_per_chunk"] = checked["median"]
     cpu["submit_us"], cpu["planned_us"] = others, plans
-    cpu["spread"] = {"over_copyto": ratios, "submit_us": told, "checked_submit_us": checked}
-    for kind, sizes in ratios.items():
-        for name, row in sizes.items():
-            for way, found in row.items():
-                low, high = found["min"], found["max"]
-                print(
-                    f"{way:19} {name:6} blocks of {kind:6} {found['median']:6.2f} of copyto ",
-                    end="",
-                )
-                print(f"({low:.2f} to {high:.2f})")
-    print(f"submit   {told['median']:6.1f} us a chunk, {checked['median']:.1f} us checked")
-    for name, one in others.items():
-        print(
-            f"submit   {one['median']:6.1f} us ({one['min']:.1f} to {one['max']:.1f}), "
-            f"{one['cpu']['median']:.1f} us of CPU time: a chunk of {name}"
-        )
-    for name, one in plans.items():
-        ways = ", ".join(f"{way} {one[way]['median']:.1f}" for way in PATHS)
-        print(f"planned  {ways} us a chunk, {one['batch_us_per_run']:.3f} us a run: {name}")
+    cpu["layer0_before_bytes_fraction"] = landed["fraction"]["median"]
+    cpu["layers"] = landed
+    cpu["spread"] = {
+        "over_copyto": ratios,
+        "submit_us": told,
+        "checked_submit_us": checked,
+        "grouped_submit_us": grouped,
+    }
+    tell(ratios, told, checked, grouped, others, plans)
+    part = landed["fraction"]
+    print(f"layer 0  {part['median']:.3f} of a load's bytes landed before it ", end="")
+    print(f"({part['min']:.3f} to {part['max']:.3f}), in {landed['groups']} groups of layers")
     print(f"limits: gather {LIMITS['gather']}, scatter {LIMITS['scatter']} of copyto, ", end="")
-    print(f"submit {LIMITS['submit']:g} us, a run of a batch {LIMITS['batch_us_per_run']:g} us")
+    print(
+        f"submit {LIMITS['submit']:g} us, a run of a batch {LIMITS['batch_us_per_run']:g} us, ",
+        end="",
+    )
+    print(f"layer 0 {LIMITS['layer 0']:g} of the bytes")
     print("gpu: not run")
     if options.json:
         options.json.write_text(json.dumps({"cpu": cpu, "gpu": "not run"}, indent=1) + "\n")

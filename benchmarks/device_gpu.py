@@ -9,7 +9,7 @@ copies     each way and direction for the chunks of three models: GB/s, the shar
            microseconds of the caller's time for a chunk, and for a run of bytes
 near       batched copies of runs about 28 KiB, where an H100 falls
 overlap    80 products of 8192 x 8192 matrices in bf16, alone and beside copies of each way
-layers     when the first of 32 groups of layers has landed, of a load's time
+layers     which part of a load's bytes has landed when what waits for its first layers begins
 ttft       a prompt recomputed, loaded whole, and loaded layer by layer under 32 random layers
 order      what stores and loads must wait for, with the GPU made to sleep; and without waiting
 engine     the reference engine on the GPU: see ``engine_gpu.py``
@@ -259,28 +259,28 @@ class Bench:
                 found[f"{role}, {title(choice)}"] = {"slower_percent": slower, "copies": times}
         return found
 
-    def step_layers(self) -> dict[str, float]:
-        """Measure when the first of 32 groups has landed, as a share of the load's time."""
-        cuda, found = self.torch.cuda, {}
-        kv = self.cache(64, 32 << 10, 2 * TOTAL // (64 * (32 << 10)))
-        copies = self.copies(kv, 16)
-        stream = self.device.stream("load")
+    def step_layers(self) -> dict[str, dict[str, float]]:
+        """Measure what has landed of a load when work behind its first group begins."""
+        cuda, found, groups = self.torch.cuda, {}, 8  # as a cache cuts 32 layers
+        copies = self.copies(self.cache(64, 32 << 10, 2 * TOTAL // (64 * (32 << 10))), 16)
         for choice in self.choices():
             self.device.way, shares = choice, []
             for _ in range(TURNS + 1):
-                begin, first, last = (cuda.Event(enable_timing=True) for _ in range(3))
+                begin, first, *ends = (cuda.Event(enable_timing=True) for _ in range(groups + 2))
                 watch = cuda.Stream()
                 cuda.synchronize()
-                begin.record(stream.handle)
-                fences = self.run("load", copies, 32)
-                watch.wait_event(fences[0].event.event)
-                first.record(watch)
-                last.record(stream.handle)
-                last.synchronize()
-                first.synchronize()
-                shares.append(begin.elapsed_time(first) / begin.elapsed_time(last))
+                begin.record()
+                fences = self.run("load", copies, groups)
+                self.device.hold(fences[0], SECONDS)
+                first.record()
+                for fence, end in zip(fences, ends, strict=True):
+                    watch.wait_event(fence.event.event)
+                    end.record(watch)
+                cuda.synchronize()
+                later = sum(first.elapsed_time(one) >= 0 for one in ends[1:])
+                shares.append(1 - later / groups)
             found[title(choice)] = statistics.median(shares[1:])
-        return found
+        return {"layer0_before_bytes_fraction": found}
 
     def step_ttft(self) -> dict[str, Any]:
         """Measure a prompt recomputed, loaded whole, and loaded layer by layer."""

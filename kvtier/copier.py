@@ -96,11 +96,11 @@ class Pages:
         if placed is None:
             return CopyTransfer((_GONE,), plan.tokens, blocks)
         if plan.kind == "save":
-            copies = [copy for one in placed for copy in one.copies(0, 1)]
+            copies = _copies(placed, 0, 1)
             fence = self._device.gather(self._device.stream("store"), copies, after)
             return CopyTransfer((fence,), plan.tokens, blocks)
         count = self._count(placed)
-        groups = [[copy for one in placed for copy in one.copies(at, count)] for at in range(count)]
+        groups = [_copies(placed, at, count) for at in range(count)]
         fences = self._device.scatter(self._device.stream("load"), groups, after)
         return CopyTransfer(fences, plan.tokens, blocks, self._layers)
 
@@ -117,7 +117,7 @@ class Pages:
         def enqueue(component: int, group: int) -> Fence:
             kind = self._kinds[component]
             mine = [one for one in placed or () if one.kind is kind]
-            copies = [copy for one in mine for copy in one.copies(group, count)]
+            copies = _copies(mine, group, count)
             after = (self._device.host_fence(),)
             return self._device.gather(self._device.stream("store"), copies, after)
 
@@ -187,19 +187,14 @@ class _Placed:
     blocks: tuple[int, ...]
     slot: NDArray[np.uint8]
 
-    def copies(self, group: int, count: int) -> list[Copy]:
-        """Return the copies of one of so many groups of layers."""
-        kind, planes = self.kind, self.kind.planes // self.kind.layers
-        if count == len(kind.pages) == 1:
-            return [Copy(kind.pages[0], self.blocks, self.slot)]
-        layers = group_layers(kind.layers, group, count)
-        if len(kind.pages) == 1:
-            some = slice(layers.start * planes, layers.stop * planes)
-            return [Copy(kind.pages[0][some], self.blocks, self.slot[some])]
-        return [
-            Copy(kind.pages[at], self.blocks, self.slot[at * planes : (at + 1) * planes])
-            for at in layers
-        ]
+
+def _copies(placed: Sequence[_Placed], group: int, count: int) -> list[Copy]:
+    """Return the copies of one of so many groups of layers."""
+    return [
+        Copy(pages, one.blocks, one.slot[some])
+        for one in placed
+        for pages, some in one.kind.cut(group, count)
+    ]
 
 
 class _Gone:
@@ -248,6 +243,20 @@ class _Kind:
         tensors, planes = (tensor, component.planes) if apart else ([tensor], self.planes)
         self.pages = [device.pages(one, planes, self.block_bytes) for one in tensors]
         self.count = min(pages.shape[1] for pages in self.pages)
+        self._cuts: dict[tuple[int, int], list[tuple[NDArray[np.uint8], slice]]] = {}
+
+    def cut(self, group: int, count: int) -> list[tuple[NDArray[np.uint8], slice]]:
+        """Return the pages of one of so many groups of layers, and their planes in a slot."""
+        found = self._cuts.get((group, count))
+        if found is None:
+            layers, planes = group_layers(self.layers, group, count), self.planes // self.layers
+            some = slice(layers.start * planes, layers.stop * planes)
+            found = [(self.pages[0][some], some)]
+            if len(self.pages) > 1:
+                each = (slice(at * planes, (at + 1) * planes) for at in layers)
+                found = list(zip(self.pages[layers.start : layers.stop], each, strict=True))
+            self._cuts[group, count] = found
+        return found
 
 
 def _possible(name: Part) -> bool:

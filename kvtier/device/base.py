@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, Literal, Protocol, runtime_checkable
+from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,8 +39,7 @@ class Stream(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Copy:
+class Copy(NamedTuple):
     """One copy between blocks of a paged cache and part of a slot.
 
     pages: bytes of the paged cache, uint8 [planes, blocks, bytes of a block], the last of them
