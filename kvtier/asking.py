@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -162,6 +163,6 @@ class Asking:
         self._note(there, number, withdrawn)
 
     def _note(self, parts: Sequence[Part], number: int, withdrawn: Withdrawn) -> None:
-        tier = self._shared[number]
+        footprint_of = functools.cache(self._shared[number].footprint)
         for part in parts:
-            self._catalog.stored(part, number, tier.footprint(part.nbytes), withdrawn)
+            self._catalog.stored(part, number, footprint_of(part.nbytes), withdrawn)

@@ -242,7 +242,7 @@ class Ledger(Space):
         try:
             self._index.commit(batch.operations)
         except IndexFull:
-            if not self._renew():
+            if self._clock() < self._again or not self._renew():
                 raise
             self._index.commit(batch.operations)
 

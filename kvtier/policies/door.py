@@ -3,7 +3,7 @@
 A plug-in is what an entry point of the group ``kvtier.policies`` names: called without arguments
 it makes an empty Policy. Its class may have ``together``, a class method that returns such a
 function, for policies of one tier of which each row is in one at most. The built-in ones come
-through the same door.
+through the same door, but for the default.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvtier.errors import ConfigError, unknown
 from kvtier.policies.base import Policy
+from kvtier.policies.lru import Lru
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
@@ -41,6 +42,8 @@ def load_policy(name: str) -> Callable[[], Policy]:
 
     Raises ConfigError for one that is not installed, cannot be loaded, or is none.
     """
+    if name == DEFAULT:  # without a look at what is installed, which would slow each start
+        return Lru.together()
     types = policy_types()
     if name not in types:
         raise unknown("policy", name, types)

@@ -2,8 +2,9 @@
 
 A codec takes a thread's time on the way down and on the way up again; fewer bytes take less of
 the link's, both ways. Where it has to pay, both are measured, by the thread that waits for them:
-so a link that many threads share counts as slow as it is for one of them. What is written as it
-is lets a codec be tried now and then, on a few MiB that are thrown away again.
+so a link that many threads share counts as slow as it is for one of them. Only calls of a MiB and
+more tell of it: what smaller ones take is mostly the way there and back, which no codec shortens.
+What is written as it is lets a codec be tried now and then, on a few MiB that it throws away.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ WORTH: Final = 16
 _OLD: Final = 0.8  # what is known still weighs when the next observation comes
 _TRIAL_BYTES: Final = 4 << 20
 _TRIAL_EVERY: Final = 64
+_TELLING_BYTES: Final = 1 << 20
 _LOT_BYTES: Final = 16 << 20  # that are encoded before they are written
 
 
@@ -74,7 +76,7 @@ class Coding:
         out = store.write_many(records)
         seconds = self._clock() - began
         nbytes = sum(record.header.stored_bytes for record in records)
-        if nbytes and any(status is Status.OK for status in out):
+        if nbytes >= _TELLING_BYTES and any(status is Status.OK for status in out):
             with self._lock:
                 self._down.add(nbytes, seconds)
         return out
@@ -82,7 +84,7 @@ class Coding:
     def received(self, reads: Sequence[Read], seconds: float) -> None:
         """Take note that the Store took `seconds` for reading records."""
         nbytes = sum(read.header.stored_bytes for read in reads if read.header is not None)
-        if nbytes:
+        if nbytes >= _TELLING_BYTES:
             with self._lock:
                 self._up.add(nbytes, seconds)
 

@@ -9,6 +9,7 @@ from kvtier.identity.record import CODEC_LOSSLESS
 from kvtier.metrics import Metrics
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.records import NAMESPACE, aligned, make_record
+from kvtier.tiers import coding
 from kvtier.tiers.coding import Coding, send_each
 
 SIZE = 40_000
@@ -19,13 +20,13 @@ class Weather:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.down = self.up = self.encode = self.decode = 0.0
+        self.down = self.up = self.encode = self.decode = self.latency = 0.0
         weather = self
 
         class Slow(MemoryStore):
             def write_many(self, records):
                 nbytes = sum(one.header.stored_bytes for one in records)
-                weather.now += nbytes * weather.down
+                weather.now += weather.latency + nbytes * weather.down
                 return super().write_many(records)
 
             def read_many(self, ids, into):
@@ -69,7 +70,8 @@ class Weather:
 
 
 @pytest.fixture
-def weather():
+def weather(monkeypatch):
+    monkeypatch.setattr(coding, "_TELLING_BYTES", 1)  # a million bytes take too long to encode
     one = Weather()
     one.encode, one.decode = 2e-9, 1e-9
     return one
@@ -84,6 +86,17 @@ def test_before_the_link_is_known_nothing_is_encoded_and_then_what_pays(weather)
 def test_over_a_fast_link_nothing_is_encoded(weather):
     weather.down = 1e-9
     assert not any(weather.write(100))
+
+
+def test_the_way_there_and_back_of_small_records_is_no_slow_link(weather, monkeypatch):
+    monkeypatch.undo()
+    weather.latency = 0.005
+    assert not any(weather.write(20))
+
+
+def test_twin_if_small_records_told_of_the_link_they_would_be_encoded(weather):
+    weather.latency = 0.005
+    assert any(weather.write(20))
 
 
 def test_both_ways_of_the_link_count(weather):

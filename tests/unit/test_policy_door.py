@@ -107,6 +107,14 @@ def test_the_built_in_ones_are_installed_like_any_other():
     assert isinstance(load_policy("lru")(), Lru)
 
 
+def test_the_default_needs_no_look_at_what_is_installed(monkeypatch):
+    """That takes tens of milliseconds of a start; any other policy takes them."""
+    monkeypatch.setattr("kvtier.policies.door.policy_types", dict)
+    assert isinstance(load_policy("lru")(), Lru)
+    with pytest.raises(ConfigError, match="arc"):
+        load_policy("arc")
+
+
 def test_a_strangers_policy_is_loaded_when_a_cache_needs_it(installed):
     config = Config.from_urls([f"dram:{4 * CHUNK_BYTES}B?policy=last-first"])
     assert "stranger_policies" not in sys.modules

@@ -131,6 +131,32 @@ def test_twin_without_that_writes_fail(opened: Any, monkeypatch: pytest.MonkeyPa
     assert FAILED in full(opened(64 * MIB, durability="none"))
 
 
+def drafts(opened: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Fill an index on a disk that takes no new one; return how often one was tried."""
+    tried: list[None] = []
+
+    def refuses(*_: object, **__: object) -> None:
+        tried.append(None)
+        refused()
+
+    monkeypatch.setattr("kvtier.storage_backends.slab_space.renewed", refuses)
+    assert FAILED in full(opened(64 * MIB, durability="none"))
+    return len(tried)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_disk_that_takes_no_new_index_is_not_asked_at_each_commit(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert drafts(opened, monkeypatch) == 1
+
+
+@pytest.mark.usefixtures("short")
+def test_twin_without_the_pause_it_is(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.storage_backends.slab_space._RETRY_SECONDS", 0.0)
+    assert drafts(opened, monkeypatch) > 10
+
+
 # ---- what it needs
 
 
