@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,10 +36,10 @@ from kvtier.bench.models import BLOCK_TOKENS, BenchModel, load_model
 from kvtier.bench.settings import RANDOM, SMOLLM2
 from kvtier.config import Config, TierConfig
 from kvtier.connectors.reference import ReferenceConnector
-from kvtier.cost import Costs
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import Engine, Sampling
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
+from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.slowed import SlowedStore
 
 CHUNK = 64
@@ -180,23 +181,36 @@ def phase(
 
 
 def decisions() -> dict[str, dict[str, float]]:
-    """Return the microseconds of a decision on 512 chunks, by where they lie."""
-    costs = Costs(time.monotonic)
-    costs.believe_prefill(1e-3)
-    for tier, per_byte in (("lmdb", 1e-9), ("s3", 1e-8)):
-        costs.believe_tier(tier, 1e-3, per_byte)
+    """Return the microseconds of ``Cache.advise`` on 512 chunks, by where they lie."""
+    geometry = kvtier.Geometry(
+        (kvtier.Component(layers=1, heads=1, head_size=2),), block_tokens=(16,), chunk_tokens=CHUNK
+    )
     places = {
-        "all in DRAM": ("dram",) * 512,
-        "all in NVMe": ("lmdb",) * 512,
-        "DRAM, NVMe, S3": ("dram",) * 200 + ("lmdb",) * 200 + ("s3",) * 112,
-        "another tier at each chunk": ("dram", "lmdb", "s3", "lmdb") * 128,
+        "all in DRAM": bytes(512),
+        "all in NVMe": b"\1" * 512,
+        "DRAM, NVMe, S3": bytes(200) + b"\1" * 200 + b"\2" * 112,
+        "DRAM, NVMe, S3 that loses": bytes(200) + b"\1" * 200 + b"\3" * 112,
+        "another tier at each chunk": b"\0\1\2\1" * 128,
+        "another tier at each chunk, one loses": b"\0\1\3\1" * 128,
     }
+    names = ("lmdb", "s3", "valkey")  # the last one slower than computing
+    tiers = tuple(TierConfig(one, "", None, "through", store=MemoryStore()) for one in names)
+    namespace = kvtier.Namespace("decisions", geometry)
     took: dict[str, list[float]] = {name: [] for name in places}
-    for _ in range(500):
-        for name, tiers in places.items():
-            began = time.perf_counter()
-            costs.advise(tiers, 0, 512 * CHUNK, (CHUNK, 1 << 20), whole=True, meet=True)
-            took[name].append(1e6 * (time.perf_counter() - began))
+    with kvtier.open(Config(1 << 20, tiers), namespace=namespace) as cache:
+        costs = cache._adviser.costs  # noqa: SLF001
+        nbytes = CHUNK * geometry.bytes_per_token
+        for name, seconds in zip(names, (1e-3, 1e-2, 0.1), strict=True):
+            costs.believe_tier(name, 1e-3, seconds / nbytes)
+        cache.computed([(0, CHUNK)], 1e-3 * CHUNK)
+        found = cache.match(range(512 * CHUNK + 1))
+        for name, where in places.items():
+            match = replace(found, tokens=512 * CHUNK, where=where)
+            costs.probe_due("valkey")  # so that none is due meanwhile
+            for _ in range(500):
+                began = time.perf_counter()
+                cache.advise(match, meet=True)
+                took[name].append(1e6 * (time.perf_counter() - began))
     return {name: spread(each) for name, each in took.items()}
 
 

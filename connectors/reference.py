@@ -144,7 +144,7 @@ class ReferenceConnector:
         state.match = match
         if match.tokens <= state.computed and not match.unknown:
             return MISS
-        if not match.unknown and all(tier == "dram" for tier in match.tiers[first:]):
+        if not match.unknown and not any(match.where[first:]):
             state.lease = self._cache.lease(match, deadline=_LEASE_SECONDS, first=first)
             if state.lease is not None:
                 return self._offer(state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from dataclasses import replace
@@ -63,50 +62,53 @@ class Adviser:
         """See ``Cache.advise``."""
         if match.pending:
             return match, Advice("load", match.tokens)
-        found = self.costs.advise(
-            match.tiers, computed, match.tokens, self._chunk, whole=self._whole, meet=meet
-        )
+        where, stack = match.where, match.stack
+        span = computed, match.tokens
+        found = self.costs.advise(where, stack, span, self._chunk, whole=self._whole, meet=meet)
         if found.skipped:
             if self.costs.probe_due(found.skipped):
                 self._probe(match, found.skipped)
         elif found.seconds and self.costs.losing:
-            for tier in dict.fromkeys(match.tiers):
-                self.costs.wins(tier)
+            for number, tier in enumerate(stack):
+                if number in where:
+                    self.costs.wins(tier)
         unknown = match.unknown and self._worth_asking(match)
         if found.seconds:
             self._desk.metrics.add("load_decisions", choice=found.choice)
         if found.tokens == match.tokens and unknown == match.unknown:
             return match, found
-        tiers = match.tiers[: -(-found.tokens // self._chunk[0])]
-        return replace(match, tokens=found.tokens, tiers=tiers, unknown=unknown), found
+        where = where[: -(-found.tokens // self._chunk[0])]
+        return Match(match.prefix, found.tokens, where, stack, match.known, unknown), found
 
     def _worth_asking(self, match: Match) -> bool:
         """Say whether a shared tier, of which nobody knows what it has, is worth asking.
 
         It is the slowest, and taken to have all that follows.
         """
-        size, nbytes = self._chunk
+        size = self._chunk[0]
         limit = match.prefix.limit // size
         missing = limit - match.chunks
         if missing <= 0:
             return True
-        last = self._desk.tiers[-1]
-        all_of_it = (*match.tiers, *[last] * missing)
+        stack = self._desk.tiers
+        all_of_it = match.where + bytes([len(stack) - 1]) * missing
+        span = match.tokens, limit * size
         found = self.costs.advise(
-            all_of_it, match.tokens, limit * size, (size, nbytes), whole=self._whole, meet=False
+            all_of_it, stack, span, self._chunk, whole=self._whole, meet=False
         )
-        return found.choice != "recompute" or self.costs.probe_due(last)
+        return found.choice != "recompute" or self.costs.probe_due(stack[-1])
 
     def _probe(self, match: Match, tier: str) -> None:
         """Read a little of a tier that loses, in the background, to see whether it still does."""
-        first = match.tiers.index(tier)
-        chunks = len(match.tiers)
+        where, number = match.where, match.stack.index(tier)
+        first = where.index(number)
+        chunks = len(where)
         if self._whole:
-            run = itertools.takewhile(lambda one: one == tier, match.tiers[first:])
-            chunks = first + min(sum(1 for _ in run), _PROBE_CHUNKS)
+            run = len(where) - first - len(where[first:].lstrip(bytes([number])))
+            chunks = first + min(run, _PROBE_CHUNKS)
         tokens = min(chunks * self._chunk[0], match.tokens)
-        some = replace(match, tokens=tokens, tiers=match.tiers[:chunks], unknown=False)
-        nbytes = match.tiers[first:chunks].count(tier) * self._chunk[1]
+        some = replace(match, tokens=tokens, where=where[:chunks], unknown=False)
+        nbytes = where.count(number, first, chunks) * self._chunk[1]
         reading = self.costs.begin(tier, nbytes, 0.0)
         work = self._desk.prefetch(some, _PROBE_SECONDS)
 
@@ -119,7 +121,8 @@ class Adviser:
     def timed(self, match: Match, first: int, within: float, running: Future[Lease | None]) -> None:
         """Learn from a fetch of chunks [first, ...) of a match, of `within` seconds, at its end."""
         size, nbytes = self._chunk
-        below = Counter(one for one in match.tiers[first:] if one != "dram")
+        counts = Counter(match.where[first:])
+        below = Counter({match.stack[number]: counts[number] for number in counts if number})
         tier, count = below.most_common(1)[0] if below else ("", 0)
         recompute = self.costs.recompute(first * size, match.tokens) if below else 0.0
         reading = self.costs.begin(tier, count * nbytes, recompute)

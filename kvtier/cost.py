@@ -9,11 +9,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from kvtier.clock import Clock
-from kvtier.cut import Ahead, Speed, best_cut, slowest
+from kvtier.cut import Ahead, Speed, best_cut, middle, slowest
 
 __all__ = ["LEAST_SPAN", "Advice", "Costs", "Line", "Prefill", "Reading"]
 
@@ -41,8 +40,7 @@ _PROBE_MOST_SECONDS: Final = 80.0
 Choice = Literal["load", "cut", "recompute", "meet"]
 
 
-@dataclass(frozen=True, slots=True)
-class Advice:
+class Advice(NamedTuple):
     """What to load of a prompt.
 
     tokens: load up to here; what follows is to be computed. begin: the first token to load, while
@@ -162,7 +160,6 @@ class Costs:
         self._lock = threading.Lock()
         self._tiers: dict[str, Line] = {}
         self._queued: dict[str, int] = {}
-        self._numbers = {"dram": "\0"}  # of each tier whose speed is known; the others have none
         self._prefill = Prefill()
         self._probes: dict[str, tuple[float, float]] = {}  # when the next is due, and its interval
 
@@ -242,9 +239,9 @@ class Costs:
 
     def advise(
         self,
-        tiers: Sequence[str],
-        computed: int,
-        tokens: int,
+        where: bytes,
+        stack: Sequence[str],
+        span: tuple[int, int],
         chunk: tuple[int, int],
         *,
         whole: bool,
@@ -252,102 +249,58 @@ class Costs:
     ) -> Advice:
         """Say what of a match to load.
 
-        tiers: of each chunk that is matched; computed: tokens that the engine has; tokens: those
-        of the match. chunk: its tokens, and bytes. whole: any part of the match is usable too,
-        as of a model of full attention. meet: the engine can compute while it loads.
+        where: of each chunk that is matched its tier's place in `stack`, which names them, DRAM
+        first. span: the tokens that the engine has, and those of the match. chunk: its tokens, and
+        bytes. whole: any part of the match is usable too, as of a model of full attention.
+        meet: the engine can compute while it loads.
         A tier, or a model, whose speed is not known yet is given a try.
         """
+        (computed, tokens), size = span, chunk[0]
+        first = computed // size
+        behind = where[first:]
         with self._lock:
-            first = computed // chunk[0]
-            behind = tiers[first:]
-            alone = _alone(behind)
-            if not self._prefill.known or not behind or (alone and behind[0] == "dram"):
+            prefill = self._prefill
+            if not prefill.known or not behind.strip(b"\0"):
                 return Advice("load", tokens)
-            ahead = self._ahead(behind, (first, tokens), chunk, alone=alone)
-            best = recompute = self._prefill.seconds(computed, tokens)
+            speeds = self._speeds(behind, stack, chunk[1])
+            speed = prefill.per_token, prefill.per_pair
+            ahead = Ahead(behind, speeds, first, size, tokens, *speed)
+            best = recompute = prefill.seconds(computed, tokens)
             stop = first
             load, count = best_cut(ahead) if whole else (slowest(ahead)[0], len(behind))
             if load <= best:
                 best, stop = load, first + count
-            if whole and meet and alone:
-                begin, seconds = self._middle(behind[0], (computed, len(tiers)), chunk)
+            if whole and meet and computed == first * size:
+                begin, seconds = middle(ahead)
                 if begin and seconds <= _MEET * best:
-                    return Advice("meet", tokens, begin, seconds, recompute)
-            cut = min(max(stop * chunk[0], computed), tokens)
+                    return Advice("meet", tokens, begin * size, seconds, recompute)
+            cut = min(max(stop * size, computed), tokens)
             if cut == tokens:
                 return Advice("load", tokens, 0, best, recompute)
             choice: Choice = "cut" if stop > first else "recompute"
-            skipped = tiers[stop] if whole else self._loser(behind, ahead)
+            skipped = stack[where[stop] if whole else slowest(ahead)[1]]
             return Advice(choice, cut, 0, best, recompute, skipped)
 
     def _known(self, tier: str) -> Line:
         """Return what is known of a tier of which something is."""
-        if tier != "dram" and tier not in self._tiers:
-            self._numbers[tier] = chr(1 + len(self._tiers))
         return self._tiers.setdefault(tier, Line())
+
+    def _slowest(self, nbytes: Mapping[str, int]) -> str:
+        return max(nbytes, key=lambda tier: self._line(tier).seconds(nbytes[tier]))
 
     def _line(self, tier: str) -> Line:
         """Return what is known of a tier; one that is not known yet takes no time."""
         return self._tiers.get(tier) or Line()
 
-    def _slowest(self, nbytes: Mapping[str, int]) -> str:
-        return max(nbytes, key=lambda tier: self._line(tier).seconds(nbytes[tier]))
-
-    def _ahead(
-        self, tiers: Sequence[str], at: tuple[int, int], chunk: tuple[int, int], *, alone: bool
-    ) -> Ahead:
-        """Return chunks that lie in these tiers, as what cuts them sees them.
-
-        at: the first chunk, and the tokens of the match. alone: all are in one tier.
-        """
-        numbers = self._numbers
-        if alone:
-            where = numbers.get(tiers[0], "\0") * len(tiers)
-        else:
-            try:
-                where = "".join(itemgetter(*tiers)(numbers))  # no loop in Python
-            except KeyError:
-                where = "".join(numbers.get(tier, "\0") for tier in tiers)
+    def _speeds(self, where: bytes, stack: Sequence[str], nbytes: int) -> dict[int, Speed]:
+        """Return the speeds of those tiers of which some is known, by their place."""
         speeds = {}
-        for tier, line in self._tiers.items():
-            if tier != "dram" and numbers[tier] in where:
-                queued = self._queued.get(tier, 0)
-                speeds[ord(numbers[tier])] = Speed(line.seconds(queued), line.per_byte * chunk[1])
-        prefill = self._prefill
-        speed = prefill.per_token, prefill.per_pair
-        return Ahead(where.encode("latin-1"), speeds, at[0], chunk[0], at[1], *speed)
-
-    def _loser(self, tiers: Sequence[str], ahead: Ahead) -> str:
-        """Return the tier that takes longest of chunks that are loaded together or not at all."""
-        return tiers[ahead.where.index(slowest(ahead)[1])]
-
-    def _middle(
-        self, tier: str, span: tuple[int, int], chunk: tuple[int, int]
-    ) -> tuple[int, float]:
-        """Return where a load from the back meets the engine that computes from the front.
-
-        With the seconds until then; 0 and no time for a tier that is not known. span: the token
-        where the engine begins, and the chunks of the match, of which the tier has all others.
-        """
-        computed, stop = span
-        first = computed // chunk[0]
-        if computed % chunk[0] or tier not in self._tiers:
-            return 0, 0.0
-        line, queued = self._tiers[tier], self._queued.get(tier, 0)
-
-        def both(at: int) -> tuple[float, float]:
-            load = line.seconds((stop - at) * chunk[1] + queued)
-            return self._prefill.seconds(computed, at * chunk[0]), load
-
-        low, high = first + 1, stop - 1  # the first chunk that takes longer to compute to
-        while low < high:
-            middle = (low + high) // 2
-            compute, load = both(middle)
-            low, high = (low, middle) if compute >= load else (middle + 1, high)
-        if low >= stop:
-            return 0, 0.0
-        best = min((max(both(at)), at) for at in (max(low - 1, first + 1), low))
-        return best[1] * chunk[0], best[0]
+        for number in range(1, len(stack)):
+            line = self._tiers.get(stack[number])
+            if line is not None and number in where:
+                each, queued = line.per_byte, self._queued.get(stack[number], 0)
+                speeds[number] = Speed(line.latency + queued * each, nbytes * each)
+        return speeds
 
     # ---- tiers that lose
 
@@ -374,10 +327,3 @@ class Costs:
 
 def _pairs(start: int, stop: int) -> float:
     return (stop * stop - start * start) / 2
-
-
-def _alone(tiers: Sequence[str]) -> bool:
-    """Say whether there are chunks, and all in one tier. One of a tuple in C."""
-    if not tiers or tiers[0] != tiers[-1]:
-        return False
-    return tiers.count(tiers[0]) == len(tiers)

@@ -30,14 +30,16 @@ class Match:
     """How much of a prompt the tiers have. A value: it holds nothing and may go stale.
 
     tokens: usable, a multiple of the engine's block, below the prompt's length. chunks: those
-    that cover them; tiers: for each chunk, the slowest tier that one of its parts needs.
+    that cover them; tiers: for each chunk, the slowest tier that one of its parts needs: a byte
+    in ``where``, its place in ``stack``, which names all tiers, DRAM first.
     known: chunks, from the first, that the index knows, usable or not. unknown: a shared tier may
     have more; ``fetch`` asks it. pending: a daemon has not answered yet; ask again.
     """
 
     prefix: Prefix
     tokens: int
-    tiers: tuple[str, ...]
+    where: bytes = b""
+    stack: tuple[str, ...] = ()
     known: int = 0
     unknown: bool = False
     pending: bool = False
@@ -45,7 +47,12 @@ class Match:
     @property
     def chunks(self) -> int:
         """Chunks that cover the usable tokens."""
-        return len(self.tiers)
+        return len(self.where)
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Names, chunk by chunk."""
+        return tuple(map(self.stack.__getitem__, self.where))
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,18 +64,17 @@ class LocalDesk:
         """See Desk."""
         if self.bypass:
             self.metrics.add("bypassed_matches")
-            return Match(prefix, 0, ())
+            return Match(prefix, 0)
         limit = prefix.limit
         found = self.catalog.match(prefix.names, self.shape, limit)
         self.metrics.add("match_tokens", len(prefix.tokens))
-        names = self.tiers
         unknown = (
             found.chunks < len(prefix.names)
             and found.chunks * self.shape.chunk_tokens < limit
             and self.moves.asking.worth(prefix.names[found.chunks][0])
         )
-        tiers = tuple(map(names.__getitem__, found.tiers))
-        return Match(prefix, found.tokens, tiers, found.chunks, unknown)
+        where = bytes(found.tiers)
+        return Match(prefix, found.tokens, where, self.tiers, found.chunks, unknown)
 
     def lease(self, match: Match, first: int, seconds: float) -> Lease | None:
         """See Desk."""

@@ -179,9 +179,9 @@ class Metrics:
     @staticmethod
     def _key(name: str, labels: dict[str, str]) -> tuple[str, tuple[str, ...]]:
         row = TABLE.get(name)
-        if row is None or set(row.labels) != set(labels):
+        if row is None or (row.labels != (given := tuple(labels)) and {*row.labels} != {*given}):
             raise MisuseError(f"no metric {name!r} with labels {sorted(labels)}")
-        return name, tuple(labels[label] for label in row.labels)
+        return name, tuple([labels[label] for label in row.labels])
 
 
 def _series(name: str, values: tuple[str, ...]) -> str:

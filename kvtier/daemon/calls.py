@@ -13,7 +13,7 @@ from kvtier.catalog.owners import NOBODY
 from kvtier.checks import check_wait
 from kvtier.daemon import answers, messages
 from kvtier.daemon.errands import LATE, Errands, Reply, outcome
-from kvtier.daemon.holds import Holds, numbered
+from kvtier.daemon.holds import Holds
 from kvtier.daemon.messages import Message, Prompt
 from kvtier.daemon.out import Outs
 from kvtier.daemon.prompts import weight
@@ -208,8 +208,7 @@ class Calls:
         desk, prefix = self._prefix(session, message.desk, message.prompt, reply)
         if prefix is not None:
             match = desk.match(prefix)
-            tiers = numbered(match.tiers, self._depot.numbers)
-            reply(answers.Matched(match.tokens, tiers, match.known, match.unknown))
+            reply(answers.Matched(match.tokens, match.where, match.known, match.unknown))
 
     def _lease(self, session: Session, message: messages.Lease, reply: Reply) -> None:
         desk, prefix = self._prefix(session, message.desk, message.prompt, reply)
@@ -352,7 +351,7 @@ def _matched(prefix: Prefix, tokens: int, known: int = 0, *, unknown: bool = Fal
     if tokens > prefix.limit or known > len(prefix.names):
         raise ProtocolError(f"no match of this prompt has {tokens} tokens, {known} chunks known")
     ask = unknown and known * prefix.shape.chunk_tokens < prefix.limit
-    return Match(prefix, tokens, (), known, ask and known < len(prefix.names))
+    return Match(prefix, tokens, known=known, unknown=ask and known < len(prefix.names))
 
 
 def _split(shape: Shape) -> str:

@@ -48,7 +48,7 @@ class RemoteDesk(Orders):
     def match(self, prefix: Prefix) -> Match:
         """See Desk. Pending when the daemon takes longer than its patience."""
         if not self._bypass_known or len(prefix.keys) > messages.MOST_CHUNKS:
-            return Match(prefix, 0, ())
+            return Match(prefix, 0)
         key = (prefix.keys[-1] if prefix.keys else b"", len(prefix.tokens))
 
         def late(up: Up, reply: Message) -> None:
@@ -61,18 +61,17 @@ class RemoteDesk(Orders):
         before = self._late.pop(key, None) if self._late else None
         if found is None:
             if before is None or before[2] is not self.link.up:
-                return Match(prefix, 0, (), pending=self._waiting())
+                return Match(prefix, 0, pending=self._waiting())
             if monotonic() - before[0] > _LATE_SECONDS:
-                return Match(prefix, 0, (), pending=True)
+                return Match(prefix, 0, pending=True)
             found = before[2], before[1]
         up, reply = found
         if not isinstance(reply, answers.Matched):
-            return Match(prefix, 0, ())
-        try:
-            tiers = _named(reply.tiers, up.tiers)
-        except IndexError:
-            return Match(prefix, 0, ())
-        return Match(prefix, reply.tokens, tiers, reply.known, reply.unknown)
+            return Match(prefix, 0)
+        if reply.tiers.translate(None, bytes(range(len(up.tiers)))):  # of a tier that is not there
+            return Match(prefix, 0)
+        where, stack = reply.tiers, tuple(up.tiers)
+        return Match(prefix, reply.tokens, where, stack, reply.known, reply.unknown)
 
     def _waiting(self) -> bool:
         """Say whether the daemon is there, and may answer yet."""

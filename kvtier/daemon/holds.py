@@ -33,7 +33,7 @@ from kvtier.seams import CancelledError, Future
 
 T = TypeVar("T")
 
-__all__ = ["Holds", "numbered"]
+__all__ = ["Holds"]
 
 _LEASES: Final = 4096  # of one session
 _FETCHES: Final = 256  # of one process, under way
@@ -167,7 +167,7 @@ class Holds:
             holding.number,
             lease.tokens,
             lease.first,
-            numbered(lease.sources, self._depot.numbers),
+            _numbered(lease.sources, self._depot.numbers),
             lease.packed,
             max(lease.deadline - self._clock(), 0.0),
         )
@@ -295,7 +295,7 @@ class Holds:
         return 0
 
 
-def numbered(tiers: tuple[str, ...], numbers: Mapping[str, int]) -> bytes:
+def _numbered(tiers: tuple[str, ...], numbers: Mapping[str, int]) -> bytes:
     """Return the numbers of tiers, as messages carry them."""
     first = tiers[:1]
     if tiers == first * len(tiers):  # as a rule

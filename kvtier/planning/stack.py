@@ -182,8 +182,8 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
         most = min(len(found) * size, max(tokens - 1, 0))
         cut = len(found)
         if most and not always:
-            where = tuple(names[one] for one in found)
-            advice = costs.advise(where, 0, most, (size, block_bytes), whole=True, meet=False)
+            chunk = size, block_bytes
+            advice = costs.advise(bytes(found), names, (0, most), chunk, whole=True, meet=False)
             cut = -(-advice.tokens // size)
         if number >= first:
             load = _count(tiers, found[:cut], levels, block_bytes, (size, tokens))

@@ -104,7 +104,7 @@ class Clients:
         self, rng: random.Random, engine: Engine, match: Match, first: int
     ) -> Lease | None:
         hold = rng.choice((0.001, 0.02, 5.0))
-        if rng.random() < 0.5 and all(tier == "dram" for tier in match.tiers[first:]):
+        if rng.random() < 0.5 and not any(match.where[first:]):
             lease = engine.cache.lease(match, deadline=hold, first=first)
             self._world.after(f"lease {'refused' if lease is None else lease.serial}")
             return lease

@@ -132,7 +132,7 @@ def test_its_memory_is_let_go_at_once_and_a_new_daemon_s_is_mapped(daemon):
     pages = toy.cache.bind(toy.kv, toy.device)
     assert pages.execute(plan, ()).result(5).status is CopyStatus.FAILED
     toy.cache.settle(plan, CopyResult(CopyStatus.FAILED))
-    assert toy.cache.match(TOKENS) == kvtier.Match(toy.cache.match(TOKENS).prefix, 0, ())
+    assert toy.cache.match(TOKENS) == kvtier.Match(toy.cache.match(TOKENS).prefix, 0)
     daemon.start()
     until(lambda: toy.cache._desk.arena.id not in (0, old))
     assert arenas() == 1

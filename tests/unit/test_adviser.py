@@ -71,7 +71,8 @@ def fetched(toy, clock):
     adviser = Adviser(toy.cache._desk, GEOMETRY, toy.cache.shape, clock)
 
     def learn(tiers, seconds, came=None, asked=0.0):
-        match = dataclasses.replace(toy.cache.match(TOKENS), tiers=tiers)
+        match = toy.cache.match(TOKENS)
+        match = dataclasses.replace(match, where=bytes(map(match.stack.index, tiers)))
         lease = None
         if came:
             lease = toy.cache.fetch(match, timeout=20, deadline=1e6).result(20)

@@ -13,6 +13,7 @@ from kvtier import cut
 from kvtier.cost import Costs, Line, Prefill
 
 CHUNK = (64, 1 << 20)
+PLACES = ("dram", "lmdb", "s3", "new")
 
 
 class Hands:
@@ -50,7 +51,8 @@ def read(costs, clock, tier, nbytes, seconds, arrived=None) -> None:
 
 def advise(costs, tiers, computed=0, *, tokens=None, whole=True, meet=False):
     tokens = len(tiers) * CHUNK[0] if tokens is None else tokens
-    return costs.advise(tiers, computed, tokens, CHUNK, whole=whole, meet=meet)
+    where = bytes(map(PLACES.index, tiers))
+    return costs.advise(where, PLACES, (computed, tokens), CHUNK, whole=whole, meet=meet)
 
 
 # ------------------------------------------------------------------------------------- estimates
@@ -200,7 +202,6 @@ def plainly(costs, tiers, computed, tokens, *, whole):
     return seconds
 
 
-PLACES = ["dram", "lmdb", "s3", "new"]
 RUNS = st.lists(st.tuples(st.sampled_from(PLACES), st.integers(1, 30)), min_size=1, max_size=12)
 
 
@@ -242,11 +243,13 @@ def test_a_decision_is_the_plain_one(few, runs, lmdb, s3, ahead, speed, lengths,
         assert found.skipped in costs.figures()
 
 
-@given(st.integers(3, 60), st.floats(0.01, 0.3), st.integers(0, 2))
-def test_no_other_meeting_is_better(chunks, lmdb, computed):
-    clock = Hands()
-    costs = Costs(clock)
-    taught(costs, clock, lmdb=lmdb)
+@given(
+    st.integers(3, 60), st.floats(0.01, 0.3), st.integers(0, 2), st.sampled_from([0.0, 1e-7, 1e-5])
+)
+def test_no_other_meeting_is_better(chunks, lmdb, computed, per_pair):
+    costs = Costs(Hands())
+    costs.believe_prefill(1e-3, per_pair)
+    costs.believe_tier("lmdb", 0.0, lmdb / CHUNK[1])
     found = advise(costs, ["lmdb"] * chunks, computed * 64, meet=True)
 
     def seconds(begin: int) -> float:
