@@ -5,6 +5,7 @@ the link's, both ways. Where it has to pay, both are measured, by the thread tha
 so a link that many threads share counts as slow as it is for one of them. Only calls of a MiB and
 more tell of it: what smaller ones take is mostly the way there and back, which no codec shortens.
 What is written as it is lets a codec be tried now and then, on a few MiB that it throws away.
+Where both ways take about the same, what was chosen last is kept: an estimate wavers.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ __all__ = ["WORTH", "Coding", "Written", "send_each"]
 
 WORTH: Final = 16
 """What a codec does not make smaller by one part in so many is written as it is."""
+
+_MARGIN: Final = 1.25
+"""The other way has to take less by this factor before it is chosen: one time weighs a fifth."""
 
 _OLD: Final = 0.8  # what is known still weighs when the next observation comes
 _TRIAL_BYTES: Final = 4 << 20
@@ -59,6 +63,7 @@ class Coding:
         self._always = always
         self._lock = threading.Lock()
         self._for: dict[bytes, float | None] = {}  # namespaces; the part of their bytes saved
+        self._chosen: dict[bytes, bool] = {}  # whether they were encoded last
         self._down, self._up = Line(), Line()
         self._encoding = self._decoding = 0.0  # seconds of a raw byte
         self._passed = 0
@@ -137,14 +142,21 @@ class Coding:
         self._metrics.add("unencoded_bytes", nbytes, tier=self._name, reason=why)
 
     def _pays(self, namespace: bytes) -> bool:
-        """Say whether the time of the bytes saved, down and up, is more than the codec's."""
+        """Say whether the time of the bytes saved, down and up, is more than the codec's.
+
+        More by the margin, where they were not encoded last; by which it may be less, where they
+        were.
+        """
         with self._lock:
             saved = self._for[namespace]
             if saved is None or not self._down.known:
                 return False
             up = self._up if self._up.known else self._down
-            link = self._down.per_byte + up.per_byte
-            return saved * link > self._encoding + self._decoding
+            gain = saved * (self._down.per_byte + up.per_byte)
+            cost = self._encoding + self._decoding
+            held = self._chosen.get(namespace, False)
+            self._chosen[namespace] = gain * (_MARGIN if held else 1 / _MARGIN) > cost
+            return self._chosen[namespace]
 
     def _learn(self, namespace: bytes, raw: int, count: int, seconds: float) -> None:
         """Take note of what encoding took, and of what it saved."""

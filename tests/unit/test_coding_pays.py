@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from kvtier.codecs.lossless import Lossless
@@ -123,6 +125,33 @@ def test_when_the_link_becomes_slow_it_is_encoded_and_when_fast_no_more(weather)
     weather.down = 0.1e-9
     weather.write(20)
     assert not any(weather.write(5))
+
+
+def changes(weather) -> int:
+    """Let the link waver by a tenth about where both ways take the same; count the changes."""
+    out = []
+    for number in range(100):
+        weather.down = (11 if number % 10 < 5 else 9) * 1e-9
+        weather.up = weather.down
+        out += weather.write(2)
+        weather.read()
+    return sum(one != other for one, other in itertools.pairwise(out))
+
+
+@pytest.fixture
+def even(weather):
+    """Return a codec that takes about as long as the link does for what it saves."""
+    weather.encode, weather.decode = 4e-9, 2e-9
+    return weather
+
+
+def test_where_both_ways_take_about_the_same_there_is_no_to_and_fro(even):
+    assert changes(even) <= 1
+
+
+def test_twin_without_a_margin_there_would_be(even, monkeypatch):
+    monkeypatch.setattr(coding, "_MARGIN", 1.0)
+    assert changes(even) > 5
 
 
 def test_noise_over_a_slow_link_is_tried_now_and_then_only(weather):
