@@ -246,7 +246,9 @@ class FilesStore:
         return header
 
     def _span(self, span: Span) -> Status:
-        with self._opened(span.id) as (descriptor, _):
+        with self._opened(span.id) as (descriptor, size):
+            if span.total and size != HEADER_BYTES + span.total:
+                return Status.CORRUPT
             length = sum(map(len, span.into))
             if self._folder.read(descriptor, span.into, HEADER_BYTES + span.start) < length:
                 raise Corrupt("the file ends before the span does")

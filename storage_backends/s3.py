@@ -162,7 +162,9 @@ class S3Store:
 
     def read_spans(self, spans: Sequence[Span]) -> list[Status]:
         """See SpanStore. One ranged GET each, in parallel."""
-        return self._settled(self._span, spans)
+        results = self._batches.attempt(self._span, spans)
+        both = zip(results, self._batches.settle(results), strict=True)
+        return [Status.CORRUPT if found is False else status for found, status in both]
 
     def write_many(self, records: Sequence[Write]) -> list[Status]:
         """See Store. One after the other, so that ancestors are there before what needs them."""
@@ -259,15 +261,26 @@ class S3Store:
                 raise BrokenError("a range is not the one that was asked for")
             answer.fill(into)
 
-    def _span(self, span: Span) -> None:
+    def _span(self, span: Span) -> bool:
+        """Read a span; False, and nothing is read, if the record is not of the length meant."""
         first, length = HEADER_BYTES + span.start, sum(map(len, span.into))
-        with self._get(span.id, first, length) as answer:
+        try:
+            answer = self._get(span.id, first, length)
+        except Corrupt:  # it ends before that
+            if span.total:
+                return False
+            raise
+        with answer:
+            total = _TOTAL.fullmatch(answer.range)
+            if span.total and total and int(total[1]) != HEADER_BYTES + span.total:
+                return False
             if not answer.range.startswith(f"bytes {first}-{first + length - 1}/"):
-                if _TOTAL.fullmatch(answer.range):
+                if total:
                     raise Corrupt("the object is shorter than its name says")
                 raise BrokenError("a range is not the one that was asked for")
             for piece in span.into:
                 answer.fill(piece)
+        return True
 
     def _begin(self, name: RecordId, length: int) -> tuple[Header, Answer]:
         """Ask for the first `length` bytes of an object and read its header off them.

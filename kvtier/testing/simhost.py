@@ -46,7 +46,7 @@ class PackedMemory(SharedMemory):
         if found is None:
             return Status.ABSENT
         data, at = found[1], span.start
-        if at + sum(map(len, span.into)) > len(data):
+        if at + sum(map(len, span.into)) > len(data) or span.total not in (0, len(data)):
             return Status.CORRUPT
         for into in span.into:
             copy(into, data[at : at + len(into)])

@@ -169,7 +169,7 @@ class Removals:
 def _deleted(world: World, number: int) -> set[RecordId]:
     """Return what a tier takes for deleted, in whatever pack another host has it still."""
     packer = inside(world.cache).depot.tiers[number]._packer
-    return set(packer._deleted) if packer is not None else set()
+    return set(packer.places._deleted) if packer is not None else set()
 
 
 def _drawn(rng: random.Random, tokens: int) -> Retention:

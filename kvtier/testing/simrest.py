@@ -166,6 +166,6 @@ class Ending:
 def _found_in(tier: Tier, store: FaultyStore) -> set[RecordId]:
     """Return the names of the parts that a Store has, where its Tier looks for them."""
     there = {one.id for one in store.scan()}
-    known = tier._packer._places if tier._packer is not None else {}
+    known = tier._packer.places._places if tier._packer is not None else {}
     packed = {part for part, place in known.items() if place.pack in there}
     return packed | {name for name in there if not order_of(name) and name not in known}

@@ -34,6 +34,8 @@ class SpanMemory(MemoryStore):
             return Status.ABSENT
         _, data = self._records[span.id]
         at = span.start
+        if span.total and len(data) != span.total:
+            return Status.CORRUPT
         for piece in span.into:
             if at + len(piece) > len(data):
                 return Status.CORRUPT

@@ -184,8 +184,11 @@ class Coding:
                 self._decoding = _faded(self._decoding or None, seconds / nbytes)
 
 
-def send_each(store: Store, records: Sequence[Write], coding: Coding) -> list[Written]:
-    """Write records that lie alone, encoded where that pays: some MiB at a time. Blocks."""
+def send_each(store: Store, records: Sequence[Write], coding: Coding | None) -> list[Written]:
+    """Write records that lie alone; with a codec some MiB at a time, where it pays. Blocks."""
+    if coding is None:
+        statuses = store.write_many(records)
+        return [Written(s, one.header) for s, one in zip(statuses, records, strict=True)]
     out: list[Written] = []
     for lot in _lots(records):
         ready = [encoded(record, coding, store.ALIGNMENT) for record in lot]

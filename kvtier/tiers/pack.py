@@ -28,12 +28,14 @@ number, and is passed over.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvtier.errors import Corrupt
 from kvtier.identity.record import (
+    CODEC_RAW,
     HEADER_BYTES,
     KEY_BYTES,
     Header,
@@ -61,6 +63,7 @@ __all__ = [
     "pack_id",
     "pack_sized",
     "pair_bytes",
+    "repack",
     "runs_over",
     "sized_at",
     "unpacked_id",
@@ -191,7 +194,7 @@ def pack_sized(
 
     encode: writes a record's bytes into a buffer of as many and returns its new header, or None.
     """
-    nbytes = records[0].header.stored_bytes
+    nbytes = records[0].header.raw_bytes
     count = 1 << order
     payload = memoryview(bytearray(head_bytes(order) + count * (HEADER_BYTES + nbytes)))
     payload[: KEY_BYTES << order] = b"".join(one.header.key for one in records)
@@ -201,15 +204,51 @@ def pack_sized(
         into = payload[at + HEADER_BYTES : at + HEADER_BYTES + nbytes]
         header = encode(record, into)
         if header is None:
-            header = record.header
-            source = np.frombuffer(record.data[:nbytes], np.uint8)
-            np.copyto(np.frombuffer(into, np.uint8), source)
+            header = _as_it_is(record, into)
         payload[at : at + HEADER_BYTES] = header.pack()
         at += HEADER_BYTES + header.stored_bytes
         headers.append(header)
     lengths = (header.stored_bytes for header in headers)
     struct.pack_into(f"<{count}I", payload, KEY_BYTES << order, *lengths)
     return _around(records, order, payload[:at], CODEC_SIZED_PACK), headers
+
+
+def repack(whole: Write, anew: Mapping[RecordId, Write]) -> tuple[Write, list[Header]] | None:
+    """Return a pack with some of its records anew, the others as they are, and their headers.
+
+    None if it is not a pack with these parts, or another of its records is none.
+    """
+    name, payload = whole.header.id, whole.data
+    order = order_of(name)
+    count, tail = 1 << order, unpacked_id(name)[KEY_BYTES:]
+    lengths = lengths_in(bytes(payload[: head_bytes(order)]), order)
+    at = head_bytes(order) if lengths else KEY_BYTES << order
+    each = ((len(payload) - at) >> order) - HEADER_BYTES
+    records: list[Write] = []
+    for index, nbytes in enumerate(lengths or (each,) * count):
+        member = bytes(payload[KEY_BYTES * index : KEY_BYTES * (index + 1)]) + tail
+        data = payload[at + HEADER_BYTES : at + HEADER_BYTES + nbytes]
+        record = anew.get(member)
+        if record is None:
+            try:
+                record = Write(Header.unpack(payload[at : at + HEADER_BYTES]), data)
+            except Corrupt:
+                return None
+            if record.header.id != member or record.header.stored_bytes != len(data):
+                return None
+        records.append(record)
+        at += HEADER_BYTES + nbytes
+    if any(record.header.raw_bytes != records[0].header.raw_bytes for record in records):
+        return None
+    if all(record.header.codec == CODEC_RAW for record in records):
+        return pack(records, order), [record.header for record in records]
+    return pack_sized(records, order, _as_it_is)
+
+
+def _as_it_is(record: Write, into: memoryview) -> Header:
+    nbytes = record.header.stored_bytes
+    np.copyto(np.frombuffer(into[:nbytes], np.uint8), np.frombuffer(record.data[:nbytes], np.uint8))
+    return record.header
 
 
 def _around(records: Sequence[Write], order: int, whole: memoryview, codec: int) -> Write:

@@ -1,15 +1,19 @@
-"""Places: where parts lie in packs, as far as it is known. Values, without a lock."""
+"""Places: where parts lie in packs, as far as this process knows, in bounded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final, NamedTuple
 
-from kvtier.identity.record import RecordId
-from kvtier.tiers.pack import member_at, order_of, sized_at
+from kvtier.identity.record import KEY_BYTES, RecordId
+from kvtier.tiers.pack import lengths_in, member_at, order_of, sized_at
 
-__all__ = ["KnownPack", "Member", "Place", "adjacent"]
+__all__ = ["Member", "Place", "Places", "adjacent"]
 
+_REMEMBERED: Final = 1 << 18  # parts, of about 120 bytes each
+_DELETED: Final = 1 << 16  # parts that were deleted and not written again since
 _SPAN_BYTES: Final = 4 << 20  # read by one request; a longer one is several in parallel
 
 
@@ -21,16 +25,20 @@ class Place(NamedTuple):
 
 
 class Member(NamedTuple):
-    """A part of a batch that lies in a pack: which of the batch, where, and its stored bytes."""
+    """A part of a batch that lies in a pack: which of the batch, where, and its stored bytes.
+
+    total: the stored bytes of a pack in which it lies there.
+    """
 
     at: int
     place: Place
     start: int
     nbytes: int
+    total: int
 
 
-class KnownPack:
-    """The parts of a pack that is there, and of how many this process has no use any more.
+class _Known:
+    """A pack that is there: its parts, and of which of them this process has no use there.
 
     lengths: of its parts, none for one of version 1; None as long as nobody has looked.
     """
@@ -46,12 +54,175 @@ class KnownPack:
         self.gone: set[RecordId] = set()
 
     def member(self, at: int, place: Place) -> Member:
-        """Return where a part lies."""
+        """Return where a part lies; of a pack that nobody has looked into, as in version 1."""
         order, before = order_of(place.pack), place.before
         if self.lengths:
-            start = sized_at(before, order, self.lengths)
-            return Member(at, place, start, self.lengths[before])
-        return Member(at, place, member_at(before, order, self.nbytes), self.nbytes)
+            start, total = (sized_at(one, order, self.lengths) for one in (before, 1 << order))
+            return Member(at, place, start, self.lengths[before], total)
+        start, total = (member_at(one, order, self.nbytes) for one in (before, 1 << order))
+        return Member(at, place, start, self.nbytes, total)
+
+
+class Places:
+    """Of one tier. Safe from any thread; nothing blocks."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._packs: OrderedDict[RecordId, _Known] = OrderedDict()
+        self._places: dict[RecordId, Place] = {}
+        self._deleted: OrderedDict[RecordId, None] = OrderedDict()
+        self._sized: bool | None = None  # whether any that was looked into was of version 2
+
+    # ---- what is there
+
+    def written(
+        self, name: RecordId, members: Sequence[RecordId], nbytes: int, lengths: tuple[int, ...]
+    ) -> None:
+        """Take it that there is that record of these parts; of one part, that it lies alone."""
+        with self._lock:
+            for member in members:
+                self._deleted.pop(member, None)
+            self._put(name, members, nbytes, lengths)
+
+    def learned(self, name: RecordId, members: Sequence[RecordId], nbytes: int) -> bool:
+        """Take the same of a pack of another host, if none of its parts was deleted here."""
+        with self._lock:
+            if any(member in self._deleted for member in members):
+                return False
+            if len(members) > 1:
+                self._put(name, members, nbytes, None)
+            return True
+
+    def _put(
+        self,
+        name: RecordId,
+        members: Sequence[RecordId],
+        nbytes: int,
+        lengths: tuple[int, ...] | None,
+    ) -> None:
+        self._forget(name)
+        for member in members:
+            if (place := self._places.pop(member, None)) is not None:
+                self._gone(member, place.pack)
+        if len(members) == 1:
+            return
+        self._packs[name] = _Known(tuple(members), nbytes, lengths)
+        for index, member in enumerate(members):
+            self._places[member] = Place(name, index)
+        while len(self._places) > _REMEMBERED:
+            self._forget(next(iter(self._packs)))
+
+    def forget(self, pack: RecordId) -> None:
+        """Take it that a pack is not there."""
+        with self._lock:
+            self._forget(pack)
+
+    def _forget(self, pack: RecordId) -> None:
+        known = self._packs.pop(pack, None)
+        for member in known.members if known else ():
+            if (place := self._places.get(member)) is not None and place.pack == pack:
+                del self._places[member]
+
+    def _gone(self, member: RecordId, pack: RecordId) -> bool:
+        """Note that this process has no use for a part in a pack; say whether for any there."""
+        known = self._packs[pack]
+        known.gone.add(member)
+        if len(known.gone) < len(known.members):
+            return False
+        self._forget(pack)
+        return True
+
+    # ---- where it lies
+
+    def packs(self, ids: Sequence[RecordId]) -> dict[int, RecordId]:
+        """Return in which packs those of a batch lie that lie in one."""
+        found: dict[int, RecordId] = {}
+        with self._lock:
+            for at, name in enumerate(ids):
+                if (place := self._places.get(name)) is not None:
+                    self._packs.move_to_end(place.pack)
+                    found[at] = place.pack
+        return found
+
+    def pack_of(self, name: RecordId) -> RecordId | None:
+        """Return in which pack a part lies, if it lies in one."""
+        with self._lock:
+            place = self._places.get(name)
+            return place.pack if place is not None else None
+
+    def total(self, pack: RecordId) -> int:
+        """Return the stored bytes of a pack; 0 if it is not known."""
+        with self._lock:
+            known = self._packs.get(pack)
+            return known.member(0, Place(pack, 0)).total if known is not None else 0
+
+    def members(self, ats: Iterable[int], ids: Sequence[RecordId]) -> list[Member]:
+        """Return where those of a batch lie that lie in packs."""
+        with self._lock:
+            return [
+                self._packs[place.pack].member(at, place)
+                for at in ats
+                if (place := self._places.get(ids[at])) is not None
+            ]
+
+    def unseen(self, packs: Iterable[RecordId]) -> list[RecordId]:
+        """Return the packs that are to be looked into before they are read.
+
+        Those of whose form nothing is known, unless all that was looked into was of version 1.
+        """
+        with self._lock:
+            if self._sized is False:
+                return []
+            known = {name: self._packs.get(name) for name in packs}
+            return [name for name, one in known.items() if one and one.lengths is None]
+
+    def seen(self, pack: RecordId, head: bytes) -> bool:
+        """Note the first ``head_bytes`` of a pack; say whether its table has the parts known."""
+        order = order_of(pack)
+        with self._lock:
+            known = self._packs.get(pack)
+            if known is None:
+                return False
+            known.lengths = lengths_in(head, order)
+            self._sized = bool(self._sized or known.lengths)
+            keys = b"".join(member[:KEY_BYTES] for member in known.members)
+            return head[: KEY_BYTES << order] == keys
+
+    # ---- what goes
+
+    def deleted(self, ids: Sequence[RecordId]) -> list[RecordId | None]:
+        """Remember that parts are deleted; return the pack in which each lay, now forgotten."""
+        packs: list[RecordId | None] = []
+        with self._lock:
+            for name in ids:
+                place = self._places.get(name)
+                packs.append(place.pack if place is not None else None)
+                if place is not None:
+                    self._forget(place.pack)
+                self._deleted[name] = None
+                self._deleted.move_to_end(name)
+            while len(self._deleted) > _DELETED:
+                self._deleted.popitem(last=False)
+        return packs
+
+    def let_go(self, ids: Sequence[RecordId]) -> list[RecordId]:
+        """Return what is to be deleted when this process has no use for parts any more.
+
+        Of those that lie in packs, the packs of which it needs no part.
+        """
+        doomed: dict[RecordId, None] = {}
+        with self._lock:
+            for name in ids:
+                place = self._places.get(name)
+                if place is None or self._gone(name, place.pack):
+                    doomed[name if place is None else place.pack] = None
+        return list(doomed)
+
+    @property
+    def residue(self) -> int:
+        """How many parts are still in packs although this process let them go."""
+        with self._lock:
+            return sum(len(known.gone) for known in self._packs.values())
 
 
 def adjacent(members: Sequence[Member]) -> Iterator[list[Member]]:

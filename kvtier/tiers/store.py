@@ -73,11 +73,13 @@ class Span(NamedTuple):
     """A piece of a record to read: from which of its stored bytes on, into which buffers in turn.
 
     into: writable, contiguous, format "B"; their lengths together are the length of the piece.
+    total: of the stored bytes of the record that is meant; 0 for one of any length.
     """
 
     id: RecordId
     start: int
     into: Sequence[memoryview]
+    total: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,8 @@ class SpanStore(Store, Protocol):
     def read_spans(self, spans: Sequence[Span]) -> list[Status]:
         """Fill the buffers of each span: OK, ABSENT, CORRUPT (it is shorter) or FAILED.
 
-        The header of the record is not looked at: whoever asks proves what is in the span.
+        A record that has not the `total` of its span is CORRUPT, too, but that is no fault to
+        count, and of its bytes as few are read as can be. The header of the record is not looked
+        at: whoever asks proves what is in the span.
         """
         ...

@@ -24,6 +24,7 @@ from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.coding import Coding, Written, send_each
 from kvtier.tiers.exact import Fetched, Wanted, verify
 from kvtier.tiers.exact import guarded as _guarded
+from kvtier.tiers.mending import Mending
 from kvtier.tiers.pack import longest_order, pair_bytes
 from kvtier.tiers.packer import Packer
 from kvtier.tiers.settling import Settling
@@ -72,7 +73,8 @@ class Tier:
         self._metrics = metrics
         self._clock = clock
         self.coding: Coding | None = None
-        self._packer = _packer(store)
+        self._mending = Mending(store)
+        self._packer = _packer(store, self._mending)
         self._sized = store if isinstance(store, EncodedStore) else None
         self._heeds = store.capabilities.deadlines
         self._verbs = self._packer or store
@@ -157,14 +159,8 @@ class Tier:
         headers = [record.header for record in records]
         failed = [Written(Status.FAILED, header) for header in headers]
         sent = sum(self.footprint(header.stored_bytes) for header in headers)
-        if self.coding is None:
-            statuses = [Status.FAILED] * len(records)
-            statuses = await self._call(
-                "write", self._verbs.write_many, list(records), statuses, sent
-            )
-            out = list(map(Written, statuses, headers))
-        else:
-            out = await self._call("write", self._send, list(records), failed, sent)
+        out = await self._call("write", self._send, list(records), failed, sent)
+        if self.coding is not None:
             self.writes.spend(sum(self.charge(one.header) for one in out) - sent)
         written = sum(one.header.stored_bytes for one in out if one.status is Status.OK)
         self._metrics.add("spilled_bytes", written, tier=self.name)
@@ -172,10 +168,12 @@ class Tier:
         return out
 
     def _send(self, records: list[Write]) -> list[Written]:
-        """Write records that a codec may encode, on a thread of the pool."""
+        """Write records, on a thread of the pool, as they are or encoded."""
         if self._packer is not None:
             return self._packer.send(records)
-        return send_each(self.store, records, self.coding) if self.coding else []
+        if self._mending.clear([one.header.id for one in records]) is None:
+            return [Written(Status.FAILED, one.header) for one in records]
+        return send_each(self.store, records, self.coding)
 
     async def delete(self, ids: Sequence[RecordId]) -> list[Status]:
         """Delete records, and with one that lies in a pack all of that pack."""
@@ -253,7 +251,7 @@ class Tier:
         """Set the gauges. From any thread."""
         self._tally.requests()
         if self._packer is not None:
-            self._metrics.set("pack_residue_parts", self._packer.residue, tier=self.name)
+            self._metrics.set("pack_residue_parts", self._packer.places.residue, tier=self.name)
         if self.coding is not None:
             self.coding.figures()
         if math.isfinite(self.writes.a_day):
@@ -375,12 +373,18 @@ class Tier:
         reads = self._verbs.read_many([one.id for one in wanted], [one.into for one in wanted])
         if self.coding:
             self.coding.received(reads, self._clock() - began)
-        return [verify(read, one) for read, one in zip(reads, wanted, strict=True)]
+        out = [verify(read, one) for read, one in zip(reads, wanted, strict=True)]
+        for one, read, found in zip(wanted, reads, out, strict=True):
+            if found.status is Status.CORRUPT and not found.unknown:
+                # Its header is in its place, or it would not be told that the pack is one of ours.
+                packs = self._packer.places if self._packer and read.header else None
+                self._mending.note(one.id, (packs and packs.pack_of(one.id)) or one.id)
+        return out
 
 
-def _packer(store: Store) -> Packer | None:
+def _packer(store: Store, mending: Mending) -> Packer | None:
     shared = store.capabilities.shared
-    return Packer(store) if shared and isinstance(store, SpanStore) else None
+    return Packer(store, mending) if shared and isinstance(store, SpanStore) else None
 
 
 def _lazily(store: Store) -> Iterator[Header]:

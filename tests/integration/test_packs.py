@@ -8,12 +8,17 @@ import numpy as np
 import pytest
 from msgspec import structs
 
+from kvtier.codecs.known import LOSSLESS
 from kvtier.identity.record import HEADER_BYTES, Header
+from kvtier.metrics import Metrics
 from kvtier.testing.proxy import DelayProxy, Fault
+from kvtier.testing.records import NAMESPACE, aligned, make_record
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, Toy, dram, opened, prompt
-from kvtier.tiers import packer as module
+from kvtier.tiers import places
+from kvtier.tiers.coding import Coding
 from kvtier.tiers.pack import CODEC_SIZED_PACK
 from kvtier.tiers.packer import Packer
+from kvtier.tiers.store import Span, Status, Write
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
 
@@ -80,7 +85,7 @@ def test_a_prompt_that_grows_is_never_written_twice(host, url, s3_server, s3_loc
     assert other.load("b", TOKENS)[::2] == (12 * CHUNK, True)
 
 
-def test_a_pack_that_was_spoilt_is_a_miss_once_and_written_anew(host, url, s3_server, s3_location):
+def test_packs_that_were_spoilt_are_a_miss_once_and_mended(host, url, s3_server, s3_location):
     host(url).save("a", TOKENS)
     client = s3_server.client()
     bucket, _, prefix = s3_location.removeprefix("//").partition("/")
@@ -92,7 +97,10 @@ def test_a_pack_that_was_spoilt_is_a_miss_once_and_written_anew(host, url, s3_se
     offered, loaded, exact = other.load("b", TOKENS)
     assert exact
     assert loaded.tokens == offered == (16 - 1) * CHUNK
-    assert other.cache.metrics.get("corrupt_records", tier="s3") >= 1
+    assert other.cache.metrics.get("corrupt_records", tier="s3") == 2
+    other.save("b", TOKENS)
+    assert sizes(s3_server, s3_location) == [4, 16], "mended where they lay"
+    assert host(url).load("c", TOKENS)[::2] == (CHUNKS * CHUNK, True)
 
 
 def test_an_invalidated_prompt_is_not_found_again(host, url, s3_server, s3_location):
@@ -119,7 +127,7 @@ def test_a_prompt_is_invalidated_in_packs_that_others_wrote_with_other_tails(
 
 def test_if_packs_with_other_tails_were_taken_it_would_come_back(host, url, monkeypatch):
     """The twin."""
-    monkeypatch.setattr(module, "_DELETED", 0)
+    monkeypatch.setattr(places, "_DELETED", 0)
     longer = np.concatenate([TOKENS[: 8 * CHUNK], prompt(8 * CHUNK + 1, 7)])
     host(url).save("a", longer)
     other = host(url)
@@ -213,3 +221,52 @@ def test_what_is_known_of_a_bucket_is_bounded_and_found_again(host, url, monkeyp
     toy.cache.clear("dram", timeout=20)
     offered, loaded, exact = toy.load("b", TOKENS)
     assert (offered, loaded.tokens, exact) == (CHUNKS * CHUNK, CHUNKS * CHUNK, True)
+
+
+@pytest.fixture
+def another_form(s3_open):
+    """Return a packer that has met raw packs alone, and records that lie in an encoded one."""
+    store = s3_open()
+
+    def records(first: int) -> list[Write]:
+        """Return a chain of eight records of half a MiB."""
+        out: list[Write] = []
+        for depth in range(first, first + 8):
+            header, data = make_record(depth, 1 << 19, like_kv=True)
+            out.append(
+                Write(structs.replace(header, parent=out[-1].header.id if out else None), data)
+            )
+        return out
+
+    before, after = records(0), records(8)
+    Packer(store).write_many(before)
+    writer, here = Packer(store), Packer(store)
+    writer.coding = Coding("s3", LOSSLESS, lambda: 0.0, Metrics(), always=True)
+    writer.coding.admit(NAMESPACE)
+    writer.write_many(after)
+    for some in (before, after):
+        here.learn([one.header.id for one in some], 1 << 19)
+    assert read(here, before) == [Status.OK] * 8
+    return store, here, after
+
+
+def read(packer: Packer, records: list[Write]) -> list[Status]:
+    buffers = [aligned(len(one.data)) for one in records]
+    reads = packer.read_many([one.header.id for one in records], buffers)
+    return [one.status for one in reads]
+
+
+def test_a_pack_of_another_form_is_no_fault_and_costs_one_small_request(another_form, s3_server):
+    store, here, records = another_form
+    before = s3_server.traffic()
+    assert read(here, records) == [Status.OK] * 8
+    asked = s3_server.traffic()
+    assert asked.requests - before.requests <= 4
+    assert store.causes.counts() == {}
+
+
+def test_twin_without_the_length_that_is_meant_it_would_count_as_a_fault(another_form, monkeypatch):
+    monkeypatch.setattr("kvtier.tiers.packer.Span", lambda *span: Span(*span[:3]))
+    store, here, records = another_form
+    assert read(here, records) == [Status.OK] * 8
+    assert store.causes.counts() == {"corrupt": 1}

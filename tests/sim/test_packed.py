@@ -48,13 +48,13 @@ def test_if_parts_of_two_sizes_were_sought_by_one_they_would_be_lost(monkeypatch
 
 
 def test_if_packs_of_others_were_taken_whole_what_was_removed_would_be_back(monkeypatch):
-    monkeypatch.setattr("kvtier.tiers.packer._DELETED", 0)
+    monkeypatch.setattr("kvtier.tiers.places._DELETED", 0)
     assert "withdrawn" in first_failure(range(50, 60), model="two")
 
 
 def test_if_only_known_packs_were_deleted_others_would_stay(monkeypatch):
     monkeypatch.setattr("kvtier.tiers.packer._orders", lambda _: range(1))
-    monkeypatch.setattr("kvtier.tiers.packer._DELETED", 0)
+    monkeypatch.setattr("kvtier.tiers.places._DELETED", 0)
     assert "withdrawn" in first_failure()
 
 

@@ -13,7 +13,6 @@ from msgspec import structs
 from kvtier.identity.record import HEADER_BYTES, Part, checksum, record_id
 from kvtier.testing.records import make_record
 from kvtier.testing.span_memory import SpanMemory
-from kvtier.tiers import packer as module
 from kvtier.tiers import places
 from kvtier.tiers.pack import (
     CODEC_PACK,
@@ -192,9 +191,21 @@ def test_a_pack_that_is_gone_or_too_short_is_asked_for_once(packer, store):
     (header,) = store.scan()
     data = store._records[header.id][1]
     store._records[header.id] = header, data[:-1]
-    assert read(packer, records[:3]) == [OK] * 3
     assert read(packer, records) == [CORRUPT] * 4
+    spans = len(store.spans)
     assert read(packer, records) == [ABSENT] * 4
+    assert len(store.spans) == spans
+
+
+def test_a_part_that_is_written_alone_is_looked_for_there(packer, store):
+    """And its pack goes when nobody here needs any of the others."""
+    records = chain(0, 4)
+    packer.write_many(records)
+    packer.write_many(records[1:2])
+    assert read(packer, records) == [OK] * 4
+    assert [span.start for span in store.spans] == [member_at(at, 2, SIZE) for at in (0, 2)]
+    packer.evict_many(names([records[0], *records[2:]]))
+    assert [header.id for header in store.scan()] == names(records[1:2])
 
 
 def test_a_flipped_header_spoils_one_part(packer, store):
@@ -205,6 +216,17 @@ def test_a_flipped_header_spoils_one_part(packer, store):
     rotten[member_at(1, 2, SIZE) + 60] ^= 1
     store._records[header.id] = header, memoryview(rotten)
     assert read(packer, records) == [OK, CORRUPT, OK, OK]
+
+
+def test_what_is_no_pack_of_these_parts_is_not_taken_for_a_spoilt_one(packer, store):
+    """It may be of a version that nobody here knows, and stays."""
+    records = chain(0, 4)
+    packer.write_many(records)
+    (header,) = store.scan()
+    store._records[header.id] = header, store._records[header.id][1][::-1]
+    assert read(packer, records) == [CORRUPT] * 4
+    packer.write_many(records[1:2])
+    assert not store.deleted
 
 
 def test_a_pack_that_is_not_written_fails_each_of_its_parts(packer, store):
@@ -254,7 +276,7 @@ def test_what_was_deleted_is_remembered_within_a_bound(packer, store, monkeypatc
     """Without the bound a long life would remember all that was ever deleted."""
     records = chain(0, 4)
     Packer(store).write_many(records)
-    monkeypatch.setattr(module, "_DELETED", 2)
+    monkeypatch.setattr(places, "_DELETED", 2)
     packer.delete_many(names(records[:3]))
     assert not packer.learn(names(records[2:]), SIZE)
     assert packer.learn(names(records[:1]), SIZE)
@@ -264,15 +286,15 @@ def test_a_pack_stays_until_nobody_here_needs_any_part_of_it(packer, store):
     records = chain(0, 4)
     packer.write_many(records)
     assert packer.evict_many(names(records[1:])) == [OK] * 3
-    assert (store.deleted, packer.residue) == ([], 3)
+    assert (store.deleted, packer.places.residue) == ([], 3)
     assert read(packer, records[:1]) == [OK]
     assert packer.evict_many(names(records[:1])) == [OK]
     assert list(store.scan()) == []
-    assert packer.residue == 0
+    assert packer.places.residue == 0
 
 
 def test_where_parts_lie_is_remembered_within_a_bound(packer, monkeypatch):
-    monkeypatch.setattr(module, "_REMEMBERED", 8)
+    monkeypatch.setattr(places, "_REMEMBERED", 8)
     old, used = chain(0, 4), chain(4, 8)
     packer.write_many(used)
     packer.write_many(old)
@@ -280,7 +302,7 @@ def test_where_parts_lie_is_remembered_within_a_bound(packer, monkeypatch):
     packer.write_many(chain(8, 12))
     assert read(packer, old) == [ABSENT] * 4
     assert read(packer, used) == [OK] * 4
-    assert len(packer._places) == 8
+    assert len(packer.places._places) == 8
 
 
 def test_packs_of_one_run_are_the_same_bytes(packer, store):

@@ -13,6 +13,7 @@ from kvtier.identity.record import CODEC_LOSSLESS, CODEC_RAW, HEADER_BYTES, reco
 from kvtier.metrics import Metrics
 from kvtier.testing.records import NAMESPACE, make_record
 from kvtier.testing.span_memory import SpanMemory
+from kvtier.tiers import packer as module
 from kvtier.tiers import places
 from kvtier.tiers.coding import Coding
 from kvtier.tiers.exact import Wanted, verify
@@ -26,7 +27,7 @@ from kvtier.tiers.pack import (
     sized_at,
 )
 from kvtier.tiers.packer import Packer
-from kvtier.tiers.store import Status, Write
+from kvtier.tiers.store import Span, Status, Write
 
 SIZE = 20_000
 OK, ABSENT, CORRUPT, FAILED = Status.OK, Status.ABSENT, Status.CORRUPT, Status.FAILED
@@ -99,43 +100,85 @@ def test_a_host_reads_what_another_wrote_whether_either_encodes(store, encodes, 
     packer_on(store, encodes=wrote_encoded).write_many(records)
     other = finds(packer_on(store, encodes=encodes), records)
     assert read(other, records) == [OK] * 8
-    spans = len(store.spans)
-    in_vain = wrote_encoded and not encodes  # it looks for itself first
-    assert spans == 1 + (in_vain or encodes) + in_vain
+    assert len(store.spans) == 2, "where the parts are, and the parts"
     assert read(other, records) == [OK] * 8
-    assert len(store.spans) == spans + 1
+    assert len(store.spans) == 3
 
 
-def test_who_was_mistaken_once_looks_first(store):
-    first, second = chain(8), chain(16)[8:]
-    packer_on(store, encodes=True).write_many([*first, *second])
-    (header,) = store.scan()
-    assert header.codec == CODEC_SIZED_PACK
-    other = finds(packer_on(store, encodes=False), [*first, *second])
-    read(other, first)
-    finds(other, [*first, *second])
-    spans = len(store.spans)
-    assert read(other, second) == [OK] * 8
-    assert len(store.spans) == spans + 2, "where the parts are, and the parts"
+def used_to_raw(store: SpanMemory) -> Packer:
+    """Return a host that has met packs of version 1 alone."""
+    packer = packer_on(store, encodes=False)
+    before = chain(4)
+    packer_on(store, encodes=False).write_many(before)
+    assert read(finds(packer, before), before) == [OK] * 4
+    store.spans.clear()
+    return packer
+
+
+def test_who_met_no_other_takes_a_pack_for_one_without_a_codec(store):
+    here, records = used_to_raw(store), chain(16)[8:]
+    packer_on(store, encodes=False).write_many(records)
+    assert read(finds(here, records), records) == [OK] * 8
+    assert len(store.spans) == 1
+
+
+def handed_out(store: SpanMemory, monkeypatch) -> list[int]:
+    """Return the bytes of each span that the store will have filled."""
+    sizes: list[int] = []
+    span_of = store._span
+
+    def counted(span):
+        status = span_of(span)
+        sizes.append(sum(map(len, span.into)) if status is OK else 0)
+        return status
+
+    monkeypatch.setattr(store, "_span", counted)
+    return sizes
+
+
+def test_who_meets_another_form_reads_nothing_in_vain_and_then_looks_first(store, monkeypatch):
+    here, records = used_to_raw(store), chain(24)[8:]
+    packer_on(store, encodes=True).write_many(records)
+    assert {one.codec for one in store.scan()} == {CODEC_PACK, CODEC_SIZED_PACK}
+    finds(here, records[:8])
+    finds(here, records[8:])
+    sizes = handed_out(store, monkeypatch)
+    assert read(here, records[:4]) == [OK] * 4
+    in_vain, head, parts = sizes
+    assert (in_vain, head) == (0, head_bytes(3))
+    assert parts < 4 * (SIZE + HEADER_BYTES)
+    sizes.clear()
+    assert read(here, records[8:]) == [OK] * 8
+    assert len(sizes) == 2, "where the parts are, and the parts"
+    assert 0 not in sizes
+
+
+def test_twin_without_the_length_that_is_meant_all_would_be_read_in_vain(store, monkeypatch):
+    monkeypatch.setattr(module, "Span", lambda *span: Span(*span[:3]))
+    here, records = used_to_raw(store), chain(16)[8:]
+    packer_on(store, encodes=True).write_many(records)
+    sizes = handed_out(store, monkeypatch)
+    read(finds(here, records), records[:4])
+    assert sizes[0] == 4 * (SIZE + HEADER_BYTES)
 
 
 def test_without_a_look_what_another_encoded_would_be_a_miss(store, monkeypatch):
     """The twin."""
-    monkeypatch.setattr(Packer, "_look", lambda self, packed, *, anew: None)
+    monkeypatch.setattr(Packer, "_look", lambda self, packs: {})
     records = chain(8)
     packer_on(store, encodes=True).write_many(records)
     assert OK not in read(finds(packer_on(store, encodes=False), records), records)
 
 
 def test_who_sees_that_another_thread_looked_meanwhile_looks_there_too(store, monkeypatch):
-    records = chain(8)
+    here, records = used_to_raw(store), chain(16)[8:]
     packer_on(store, encodes=True).write_many(records)
-    here = finds(packer_on(store, encodes=False), records)
+    finds(here, records)
     looked = Packer._look
 
-    def twice(self, packed, *, anew):
-        looked(self, packed, anew=anew)  # the other's
-        looked(self, packed, anew=anew)
+    def twice(self, packs):
+        looked(self, packs)  # the other's
+        return looked(self, packs)
 
     monkeypatch.setattr(Packer, "_look", twice)
     assert read(here, records) == [OK] * 8
