@@ -2,8 +2,7 @@
 
 A tier is ``dram:SIZE`` or ``SCHEME:LOCATION?capacity=SIZE&option=value``; options begin after
 the last question mark, since a directory may have one in its name. Stores are found by the entry
-points ``kvtier.storage_backends``, policies by ``kvtier.policies``; the built-in ones come through
-the same doors.
+points ``kvtier.storage_backends``, policies by ``kvtier.policies``, codecs by ``kvtier.codecs``.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from urllib.parse import parse_qsl
 
 from kvtier.catalog.owners import Quota, check_floors
 from kvtier.checks import check_kind, check_whole, is_number
+from kvtier.codecs.door import check_codec
 from kvtier.errors import ConfigError, unknown
 from kvtier.policies.door import DEFAULT, check_policy
 from kvtier.tiers.store import Store
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ADMISSIONS",
-    "CODECS",
     "Config",
     "TierConfig",
     "load_store",
@@ -39,7 +38,6 @@ __all__ = [
 ]
 
 ADMISSIONS: Final = ("through", "second-touch", "on-evict", "auto")
-CODECS: Final = ("auto", "raw", "lossless")
 _DRAM_OPTIONS: Final = ("policy", "ttl")
 _OWN_OPTIONS: Final = ("capacity", "admission", "write_budget", "codec", *_DRAM_OPTIONS)
 _TABLES: Final = ("tiers", "tenants")
@@ -58,8 +56,8 @@ class TierConfig:
     write_budget: bytes a day, math.inf for unlimited; None gives a durable tier of this host one
     capacity a day, and others no limit.
     codec: ``lossless`` encodes the KV of 16-bit elements on its way down, ``auto`` where the link
-    is slow enough for that to pay; None is ``auto`` for a shared tier, ``raw`` for others. Every
-    tier reads what any of them wrote.
+    is slow enough for that to pay, ``raw`` none; or the name of a plug-in. None is ``auto`` for a
+    shared tier, ``raw`` for others. Every tier reads what any of them wrote.
     store: one that is open already, in place of the one that scheme and location name.
     policy: the name of the one that says what leaves the tier first. ttl: seconds after which
     what was not used leaves it anyway; None for never.
@@ -84,14 +82,13 @@ class TierConfig:
         check_kind(f"the options of {self.scheme}", self.options, Mapping, ConfigError)
         if self.capacity is not None:
             check_whole(f"{self.scheme} capacity, in bytes,", self.capacity, 1, error=ConfigError)
-        for what, one, known in (
-            ("admission", self.admission, ADMISSIONS),
-            ("codec", self.codec, CODECS),
-        ):
+        for what, one in (("admission", self.admission), ("codec", self.codec)):
             if one is not None:
                 check_kind(f"the {what} of {self.scheme}", one, str, ConfigError)
-                if one not in known:
-                    raise unknown(what, one, known)
+        if self.admission is not None and self.admission not in ADMISSIONS:
+            raise unknown("admission", self.admission, ADMISSIONS)
+        if self.codec is not None:
+            check_codec(self.codec)
         _check_leaving(self.scheme, self.policy, self.ttl)
         budget = self.write_budget
         if budget is not None and not (is_number(budget) and budget >= 1):

@@ -139,7 +139,7 @@ class Depot:
         """Let the codecs of the tiers encode what they are for."""
         codings = [tier.coding for tier in self.tiers.values() if tier.coding is not None]
         for coding in codings:
-            if DTYPE_BYTES[namespace.geometry.dtype] == coding.element_bytes:
+            if coding.element_bytes in (0, DTYPE_BYTES[namespace.geometry.dtype]):
                 coding.admit(namespace.digest)
 
     def _check_ceiling(self, tenant: str, shape: Shape) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvtier.catalog.catalog import Catalog, Parts
 from kvtier.clock import Clock
-from kvtier.codecs.known import LOSSLESS
+from kvtier.codecs.door import load_codec
 from kvtier.config import Config, TierConfig, load_store, store_types
 from kvtier.errors import ConfigError, unknown
 from kvtier.identity.record import Part as PartName
@@ -48,10 +48,11 @@ def open_tiers(
             admission = setting.admission or _usual_admission(store.capabilities)
             writes = WriteBudget(_write_budget(setting, store.capabilities), clock)
             tier = Tier(name, store, flow, metrics, clock, admission=admission, writes=writes)
+            tiers[number] = tier
             codec = setting.codec or ("auto" if store.capabilities.shared else "raw")
             if codec != "raw":
-                tier.encode_by(Coding(name, LOSSLESS, clock, metrics, always=codec != "auto"))
-            tiers[number] = tier
+                always = codec != "auto"
+                tier.encode_by(Coding(name, load_codec(codec), clock, metrics, always=always))
             check_room(tier, setting.capacity, part_bytes)
     except BaseException:
         for tier in tiers.values():

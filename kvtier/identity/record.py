@@ -37,6 +37,7 @@ from kvtier.errors import Corrupt
 __all__ = [
     "CODEC_LOSSLESS",
     "CODEC_RAW",
+    "FIRST_PLUG_IN",
     "HEADER_BYTES",
     "KEY_BYTES",
     "MAGIC",
@@ -61,6 +62,9 @@ KEY_BYTES: Final = 32
 CODEC_RAW: Final = 0
 CODEC_LOSSLESS: Final = 0x0201
 """Codecs by number: the kind in the high byte, the version in the low one. 0x01 is a pack."""
+
+FIRST_PLUG_IN: Final = 0x8000
+"""From here on numbers are those of plug-ins."""
 
 MAGIC: Final = b"KVTIERrc"
 _BODY: Final = struct.Struct("<8sHHI32s32s32s10s10sIQQ16s16s56s")
@@ -118,6 +122,8 @@ def name_in(head: bytes) -> RecordId:
 
 def codec_name(codec: int) -> str:
     """Return what people call the codec of a record, with its version."""
+    if codec >= FIRST_PLUG_IN:
+        return f"plug-in {codec:#06x}"
     kind = {CODEC_RAW: "raw", CODEC_LOSSLESS >> 8: "lossless", 0x01: "pack"}.get(codec >> 8)
     if kind is None or (kind == "raw") != (codec == CODEC_RAW):
         return f"unknown {codec:#06x}"

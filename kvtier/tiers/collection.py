@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
 from kvtier.codecs.known import KNOWN
-from kvtier.identity.record import KEY_BYTES, Header, RecordId
+from kvtier.identity.record import FIRST_PLUG_IN, KEY_BYTES, Header, RecordId
 from kvtier.tiers.pack import CODEC_PACK, CODEC_SIZED_PACK, order_of, unpacked_id
 from kvtier.tiers.store import Span, Status
 
@@ -25,7 +25,6 @@ __all__ = ["Collectable", "Collected", "Found", "Kept", "Listed", "Medium", "cho
 
 _BATCH: Final = 1000  # as many as S3 lists, and deletes, by one request
 _HEADERS: Final = 256
-_READABLE: Final = frozenset((*KNOWN, CODEC_PACK, CODEC_SIZED_PACK))
 
 CLAIM_SECONDS: Final = 120.0
 """How long a claim lasts that is not renewed; it is renewed with every batch."""
@@ -185,12 +184,17 @@ def _look(medium: Medium, out: Collected, tell: Callable[[str, int, int], None])
         tell("look", start, len(listed))
         headers = medium.headers([name for name, _, _ in lot])
         for (name, nbytes, age_s), header in zip(lot, headers, strict=True):
-            if isinstance(header, Header) and header.codec in _READABLE:
+            if isinstance(header, Header) and _readable(header):
                 own = (unpacked_id(name),)
                 found.append(Found(name, nbytes, age_s, header.depth, header.parent, own))
             elif header is not Status.ABSENT:
                 out.unreadable += 1
     return _with_members(medium, found)
+
+
+def _readable(header: Header) -> bool:
+    """Say whether it is known what a record's name and parent mean: of another version, not."""
+    return header.codec in (*KNOWN, CODEC_PACK, CODEC_SIZED_PACK) or header.codec >= FIRST_PLUG_IN
 
 
 def _with_members(medium: Medium, found: list[Found]) -> list[Found]:

@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from kvtier.codecs.known import KNOWN
 from kvtier.errors import Unavailable
-from kvtier.identity.record import CODEC_RAW, Header, RecordId, checksum
+from kvtier.identity.record import CODEC_RAW, Header, RecordId, checksum, codec_name
 from kvtier.tiers.store import Read, Status
 
 __all__ = ["Fetched", "Wanted", "guarded", "is_exact", "is_known", "sums_to", "verify"]
@@ -28,14 +28,14 @@ class Wanted(NamedTuple):
 class Fetched(NamedTuple):
     """Outcome of a read. `raw_sum` is the checksum of the exact bytes when the status is OK.
 
-    unknown: the record is CORRUPT to this kvtier only for its codec, which is another's.
+    unknown: what the record is CORRUPT for to this kvtier alone: its codec, which is another's.
     decoded: a codec made the bytes of fewer.
     late: it failed as the time was over, which says nothing of the record.
     """
 
     status: Status
     raw_sum: bytes = b""
-    unknown: bool = False
+    unknown: str = ""
     decoded: bool = False
     late: bool = False
 
@@ -46,7 +46,7 @@ def verify(read: Read, wanted: Wanted) -> Fetched:
     if read.status is not Status.OK or header is None:
         return Fetched(Status.FAILED if read.status is Status.OK else read.status)
     if not is_known(header):
-        return Fetched(Status.CORRUPT, unknown=True)
+        return Fetched(Status.CORRUPT, unknown=codec_name(header.codec))
     if not is_exact(header, wanted):
         return Fetched(Status.CORRUPT)
     return Fetched(Status.OK, header.raw_sum, decoded=header.codec != CODEC_RAW)

@@ -26,7 +26,10 @@ class Tally:
                 self._metrics.add("decoded_bytes", wanted.raw_bytes, tier=self._name)
         elif one.unknown:
             self._metrics.add("tier_faults", tier=self._name, reason="unknown codec")
-            return "a record has a codec that is not known here; another kvtier wrote it"
+            return (
+                f"a record has the codec {one.unknown}, which is not known here: another kvtier "
+                "wrote it, or one with a plug-in, to be named by codec="
+            )
         elif one.status is Status.CORRUPT:
             self._metrics.add("corrupt_records", tier=self._name)
             return "a record is corrupt; it is dropped"

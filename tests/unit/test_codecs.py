@@ -154,6 +154,7 @@ def test_codecs_have_the_names_that_people_are_told():
     assert all(codec.name == codec_name(number) for number, codec in KNOWN.items())
     assert codec_name(0x0102) == "pack-2"
     assert codec_name(0x0202) == "lossless-2"
+    assert codec_name(0x8123) == "plug-in 0x8123"
     assert [codec_name(number) for number in (1, 0x0999)] == ["unknown 0x0001", "unknown 0x0999"]
 
 

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from kvtier.codecs.known import LOSSLESS
 from kvtier.codecs.lossless import Lossless
-from kvtier.identity.record import CODEC_LOSSLESS, CODEC_RAW, Header, Part, checksum
+from kvtier.identity.record import CODEC_LOSSLESS, CODEC_RAW, Header, Part, checksum, codec_name
 from kvtier.metrics import Metrics
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.records import NAMESPACE, aligned, kv_like, make_record
@@ -228,12 +228,12 @@ def test_a_header_that_lies_is_corrupt_before_anything_is_decoded(coded, decodes
 def test_a_codec_that_is_not_known_is_a_miss_with_its_cause(coded, codec, decodes, caplog):
     coded.do("write")
     coded.store.headers = lambda header: structs.replace(header, codec=codec)
-    assert coded.read(SIZE)[0] == Fetched(CORRUPT, unknown=True)
+    assert coded.read(SIZE)[0] == Fetched(CORRUPT, unknown=codec_name(codec))
     assert coded.metrics.get("tier_faults", tier="mem", reason="unknown codec") == 1
     assert coded.count("corrupt_records") == 0
     assert coded.count("tier_errors") == 0
     assert decodes == []
-    assert "another kvtier" in caplog.text
+    assert f"the codec {codec_name(codec)}, which is not known here" in caplog.text
 
 
 def test_guessed_at_it_would_fail_its_whole_batch(coded, monkeypatch):

@@ -117,7 +117,7 @@ class Shelf:
         return [Status.CORRUPT if one in self.spoilt else self.records[one].header for one in ids]
 
     def read_spans(self, spans: Sequence[Span]) -> list[Status]:
-        for key, start, (into,) in spans:
+        for key, start, (into,), _ in spans:
             into[:] = self.records[key].data[start : start + len(into)]
         return [Status.OK] * len(spans)
 
