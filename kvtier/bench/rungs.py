@@ -6,20 +6,22 @@ import os
 import statistics
 import time
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
 import kvtier
 from kvtier.catalog.lease import Lease
+from kvtier.codecs.known import LOSSLESS
 from kvtier.config import hidden, parse_tier
 from kvtier.errors import ConfigError
 from kvtier.prefix import Prefix
+from kvtier.testing.records import kv_like
 from kvtier.transfer import CopyResult, CopyStatus
 from kvtier.units import format_bytes
 
-__all__ = ["Rung", "keep", "memcpy", "tier_rung"]
+__all__ = ["CodecRung", "Rung", "codec", "keep", "memcpy", "tier_rung"]
 
 _BLOCK: Final = 16
 _GEOMETRY: Final = kvtier.Geometry(
@@ -32,6 +34,7 @@ _CHUNKS: Final = 32
 _TRIES: Final = 5
 _SECONDS: Final = 60.0
 _COPIED: Final = 64 << 20
+_ENCODED: Final = 16 << 20
 
 
 class Rung(msgspec.Struct, frozen=True):
@@ -53,6 +56,34 @@ def memcpy() -> Rung:
         took.append(time.perf_counter() - began)
     rate = _COPIED / statistics.median(took)
     return Rung("memcpy", 0.0, rate, rate)
+
+
+class CodecRung(NamedTuple):
+    """What the lossless codec takes of a core: raw bytes a second, and the part of them saved."""
+
+    encode_bytes_per_s: float
+    decode_bytes_per_s: float
+    saved: float
+
+    @property
+    def pays_below(self) -> float:
+        """Bytes a second of a thread's link, down and up alike, below which it saves time."""
+        return 2 * self.saved / (1 / self.encode_bytes_per_s + 1 / self.decode_bytes_per_s)
+
+
+def codec() -> CodecRung:
+    """Return what the lossless codec takes of what looks like bfloat16 KV, by CPU time."""
+    raw = kv_like(1, _ENCODED)
+    into = memoryview(bytearray(_ENCODED))
+    took: list[tuple[float, float]] = []
+    for _ in range(_TRIES):
+        began = time.thread_time()
+        count = LOSSLESS.encode(raw, into)
+        between = time.thread_time()
+        LOSSLESS.decode(into[:count], into)  # in place, as a tier does it
+        took.append((between - began, time.thread_time() - between))
+    encode, decode = (_ENCODED / statistics.median(one) for one in zip(*took, strict=True))
+    return CodecRung(encode, decode, 1 - count / _ENCODED)
 
 
 def tier_rung(url: str) -> Rung:

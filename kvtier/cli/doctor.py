@@ -100,12 +100,12 @@ def doctor(
 
 
 def _rungs(urls: Sequence[str], keep: str | None) -> list[Finding]:
-    """Measure memory, and each tier."""
+    """Measure memory, the codec, and each tier."""
     from kvtier.bench import rungs
     from kvtier.cli.probes import Finding
     from kvtier.units import format_bytes, format_seconds
 
-    base = rungs.memcpy()
+    base, codec = rungs.memcpy(), rungs.codec()
     found = [rungs.tier_rung(url) for url in urls]
     if keep is not None:
         rungs.keep(found, Path(keep))
@@ -115,7 +115,15 @@ def _rungs(urls: Sequence[str], keep: str | None) -> list[Finding]:
             "ok",
             f"{format_bytes(int(base.read_bytes_per_s))} a second",
             "what every byte between DRAM and an engine costs at least",
-        )
+        ),
+        Finding(
+            "rung codec",
+            "ok",
+            f"a core encodes {format_bytes(int(codec.encode_bytes_per_s))} of bf16 a second, "
+            f"decodes {format_bytes(int(codec.decode_bytes_per_s))}; saves {codec.saved:.0%}",
+            f"codec=lossless saves time where a thread writes and reads less than "
+            f"{format_bytes(int(codec.pays_below))} a second",
+        ),
     ]
     for one in found:
         read, write = (
