@@ -12,6 +12,7 @@ import click
 from kvtier.bench.settings import RANDOM, Settings
 from kvtier.cli.bench_options import Common, Output, common, number, run_workload, with_options
 from kvtier.cli.kinds import PART
+from kvtier.cli.traces import BLOCK_SIZE, SKIP_BAD, read
 from kvtier.errors import ConfigError
 from kvtier.units import parse_bytes
 
@@ -27,7 +28,7 @@ _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 @click.command("trace", short_help="A recorded trace, with each further tier.")
 @click.argument("file", type=click.Path(path_type=Path))
 @with_options(
-    number("--block-size", default=512, help="Tokens of a block: what the trace's hashes are of."),
+    BLOCK_SIZE,
     click.option(
         "--scale",
         metavar="PART",
@@ -91,37 +92,35 @@ _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
         help="KV of a token of the model that the capacities are meant for, such as 320KiB; they "
         "are scaled to the model here.",
     ),
-    click.option("--skip-bad", is_flag=True, help="Count bad lines instead of refusing the file."),
+    SKIP_BAD,
 )
 @common(Common("recompute,hbm,dram,lmdb", model=RANDOM, disk=None, chunked=False))
 def trace(settings: Settings, output: Output, file: Path, **options: Any) -> int:
     """Serve the requests of a trace: what its hit rates and times would be, tier by tier.
 
-    Reads what `kvtier replay` reads: JSON lines of Mooncake, Bailian and Cache.record, plain, .gz
-    or .zst. Equal hashes become equal tokens. Each arm has the tiers of the one before it and one
-    more, of a size that decides what is found: recompute (no cache), hbm (the engine's own prefix
-    cache), dram, lmdb, s3. A chunk of the cache is a block of the trace.
+    Reads what `kvtier replay` reads: JSON lines of Mooncake, Bailian, Cache.record and `kvtier
+    serve --record`, plain, .gz or .zst. Equal hashes become equal tokens. Each arm has the tiers
+    of the one before it and one more, of a size that decides what is found: recompute (no cache),
+    hbm (the engine's own prefix cache), dram, lmdb, s3. A chunk of the cache is a block of the
+    trace.
     """
     from kvtier.bench.recorded import block_tokens, recorded
     from kvtier.cli.progress import progress
-    from kvtier.planning.trace import read_trace
+    from kvtier.planning.files import trace_files
 
     _check(options)
     clock = options["timing_model"]
-    size = block_tokens(options["block_size"], options["scale"])
+    (files,) = trace_files([file])
+    block_size = files.block_tokens(options["block_size"])
+    size = block_tokens(block_size, options["scale"])
     with progress() as tell:
-        read = read_trace(
-            file,
-            options["block_size"],
-            skip_bad=options["skip_bad"],
-            tell=lambda done, count: tell(f"reading {file.name}", done, count),
-        )
+        found = read(files, block_size, tell, skip_bad=options["skip_bad"])
     hbm, per_token = (
         None if options[name] is None else parse_bytes(options[name])
         for name in ("hbm", "bytes_per_token")
     )
     shape = recorded(
-        read,
+        found,
         size=size,
         num_prompts=options["num_prompts"] or (_MANY_PROMPTS if clock else _PROMPTS),
         output_len=options["output_len"] or (1 if clock else _OUTPUT),

@@ -9,6 +9,7 @@ import click
 
 from kvtier.cli.kinds import PART
 from kvtier.cli.output import REPORT, write_report
+from kvtier.cli.traces import BLOCK_SIZE, SKIP_BAD, read
 from kvtier.errors import unknown
 from kvtier.units import format_bytes, parse_bytes
 
@@ -38,13 +39,8 @@ _GB: Final = 10**9
     type=click.Path(path_type=Path),
     help="Recorded requests, for the hit rate of caches of all sizes.",
 )
-@click.option(
-    "--block-size",
-    type=click.IntRange(min=1),
-    default=512,
-    show_default=True,
-    help="Tokens of a block of the trace.",
-)
+@BLOCK_SIZE
+@SKIP_BAD
 @click.option(
     "--warmup",
     type=PART,
@@ -64,15 +60,16 @@ def plan(model: str, json_file: str | None, **options: Any) -> int:
     """
     from kvtier.cli.progress import progress
     from kvtier.planning.curve import curve
+    from kvtier.planning.files import trace_files
     from kvtier.planning.models import model_size
     from kvtier.planning.sizing import budget
-    from kvtier.planning.trace import read_trace
 
     found = budget(model_size(model), _setting(options))
     drawn: Curve | None = None
     if options["trace"] is not None:
-        trace = read_trace(options["trace"], options["block_size"])
+        (files,) = trace_files([options["trace"]])
         with progress() as tell:
+            trace = read(files, options["block_size"], tell, skip_bad=options["skip_bad"])
             warmup = options["warmup"]
             drawn = curve(trace, found.bytes_per_token, found.tokens, warmup=warmup, tell=tell)
     report = _encoded(found, drawn)

@@ -10,6 +10,7 @@ import click
 from kvtier.cli.kinds import PART, PRIORITY, TTL
 from kvtier.cli.output import PLOT, REPORT, write_report
 from kvtier.cli.stack import replay_stack
+from kvtier.cli.traces import BLOCK_SIZE, SKIP_BAD, read
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, parse_bytes
 
@@ -38,13 +39,7 @@ UNITS: Final = {"ms": 1e-3, "s": 1.0}
 
 @click.command("replay", short_help="Replay a recorded trace under several policies.")
 @click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option(
-    "--block-size",
-    type=click.IntRange(min=1),
-    default=512,
-    show_default=True,
-    help="Tokens of a block: what the trace's hashes are of.",
-)
+@BLOCK_SIZE
 @click.option("--capacity-blocks", metavar="N,N", help="Capacities to try, in blocks.")
 @click.option("--capacity", metavar="SIZE,SIZE", help="The same in bytes, such as 8GiB,64GiB.")
 @click.option(
@@ -122,14 +117,14 @@ UNITS: Final = {"ms": 1e-3, "s": 1.0}
     default=True,
     help="Evict no block that another hangs under, as the live cache does; other simulators do.",
 )
-@click.option("--skip-bad", is_flag=True, help="Count bad lines instead of refusing the file.")
+@SKIP_BAD
 @click.option("--plot", type=PLOT, metavar="FILE.png", help="Draw the hit rate over the capacity.")
 @click.option(
     "--json", "json_file", type=REPORT, metavar="FILE", help="Write the report; - is stdout."
 )
 def replay(
     traces: tuple[Path, ...],
-    block_size: int,
+    block_size: int | None,
     policy: str,
     warmup: float,
     json_file: str | None,
@@ -137,22 +132,24 @@ def replay(
 ) -> int:
     """Replay recorded requests through one tier of a cache, under several policies.
 
-    Reads Mooncake's and Bailian's JSON lines, plain, .gz or .zst. A request hits the leading run
-    of its blocks that are there. The policies are those of the live cache, and some that it is
-    compared with; ``optimal`` knows the future, and no policy can exceed it; the ceiling is a
-    tier without bounds.
+    Reads Mooncake's and Bailian's JSON lines, plain, .gz or .zst, and what `kvtier serve --record`
+    and Cache.record wrote, where FILE stands for FILE.1 and so on, too. A request hits the leading
+    run of its blocks that are there. The policies are those of the live cache, and some that it is
+    compared with; ``optimal`` knows the future, and no policy can exceed it; the ceiling is a tier
+    without bounds.
     """
     from kvtier.cli.plot import draw
     from kvtier.cli.progress import progress
+    from kvtier.planning.files import trace_files
     from kvtier.planning.replay import chosen, encode, overlay_of
     from kvtier.planning.replay import replay as run
-    from kvtier.planning.trace import read_trace
 
     names = chosen(policy)
+    found = trace_files(traces)
     plot = options["plot"]
     if options["tiers"]:
-        return replay_stack(traces, block_size, names, warmup, json_file, options)
-    block = _block_bytes(options["bytes_per_token"], block_size)
+        return replay_stack(found, block_size, names, warmup, json_file, options)
+    block = _block_bytes(options["bytes_per_token"], found[0].block_tokens(block_size))
     sizes = _sizes(options["capacity_blocks"], options["capacity"], block)
     if not sizes and not options["sweep"]:
         raise ConfigError(
@@ -161,12 +158,8 @@ def replay(
     replays: list[Replay] = []
     unit = UNITS[options["time_unit"]]
     with progress() as tell:
-        for path in traces:
-
-            def read(done: int, count: int, path: Path = path) -> None:
-                tell(f"reading {path.name}", done, count)
-
-            trace = read_trace(path, block_size, skip_bad=options["skip_bad"], tell=read)
+        for files in found:
+            trace = read(files, block_size, tell, skip_bad=options["skip_bad"])
             swept = _swept(trace.unique) if options["sweep"] else []
             points = sorted({*sizes, *swept})
             replays.append(
@@ -254,5 +247,3 @@ def _show(found: Replay, block_bytes: int | None) -> None:
         f"{found.unique_blocks:,} different; of {found.denominator}",
         highlight=False,
     )
-    if found.skipped_lines:
-        console.print(f"{found.skipped_lines:,} bad lines were left out", highlight=False)

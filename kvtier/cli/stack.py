@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.cli.output import write_report
+from kvtier.cli.traces import read
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
+    from kvtier.planning.files import TraceFiles
     from kvtier.planning.stack import Level, Stack
 
 __all__ = ["parse_level", "replay_stack"]
@@ -38,8 +39,8 @@ def parse_level(text: str) -> Level:
 
 
 def replay_stack(
-    traces: Sequence[Path],
-    block_size: int,
+    traces: Sequence[TraceFiles],
+    block_size: int | None,
     policies: Sequence[str],
     warmup: float,
     json_file: str | None,
@@ -52,7 +53,6 @@ def replay_stack(
     from kvtier.planning.prices import Prices, read_prices
     from kvtier.planning.replay import OPTIMAL, make_policy, overlay_of
     from kvtier.planning.stack import Speeds, simulate_stack
-    from kvtier.planning.trace import read_trace
 
     levels = _levels(options)
     names = [name for name in policies if name != OPTIMAL]
@@ -62,8 +62,8 @@ def replay_stack(
     found: list[Stack] = []
     unit = 1e-3 if options["time_unit"] == "ms" else 1.0
     with progress() as tell:
-        for path in traces:
-            trace = read_trace(path, block_size, skip_bad=options["skip_bad"])
+        for files in traces:
+            trace = read(files, block_size, tell, skip_bad=options["skip_bad"])
             found += [
                 simulate_stack(
                     trace,

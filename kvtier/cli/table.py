@@ -128,8 +128,6 @@ def _of_a_trace(report: Report) -> list[str]:
         f"Requests (prompt tokens) a second: {served}.",
         f"A block of {args['block_size']} tokens became {args['block_tokens']}. Room: {room}.",
     ]
-    if args["skipped_lines"]:
-        lines.append(f"{args['skipped_lines']:,} bad lines were left out.")
     if report.cut_prompts:
         lines.append(f"{report.cut_prompts:,} prompts were cut to the model's context.")
     return lines

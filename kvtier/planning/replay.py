@@ -57,7 +57,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """A trace's replay. denominator: what the rates are of."""
+    """A trace's replay. notes: what is missing of it. denominator: what the rates are of."""
 
     trace: str
     block_tokens: int
@@ -65,6 +65,7 @@ class Replay(msgspec.Struct, frozen=True):
     blocks: int
     unique_blocks: int
     skipped_lines: int
+    notes: list[str]
     warmup: float
     denominator: str
     servable: bool
@@ -130,6 +131,7 @@ def replay(
         blocks=trace.uses,
         unique_blocks=trace.unique,
         skipped_lines=trace.skipped,
+        notes=trace.notes,
         warmup=warmup,
         denominator=f"prompt tokens, or blocks, of {counted} of the requests",
         servable=servable,

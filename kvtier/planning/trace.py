@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import IO, Any, Final
 import zstandard
 
 from kvtier.errors import ConfigError
+from kvtier.planning.files import TraceFiles, trace_files
 
 __all__ = ["Trace", "read_trace"]
 
@@ -25,19 +27,23 @@ _MOST_BYTES: Final = 16 << 20
 _MOST_BLOCKS: Final = 1 << 20
 _MOST_NUMBER: Final = 1e15
 _NONE: Final = -1
+_SHOWN: Final = 80  # characters of what a line has that an error repeats
 
 
 class Trace:
     """Requests in order. Blocks are numbered from 0 as they first appear.
 
-    parent: of each block, the one before it, or -1. skipped: lines that were left out.
+    parent: of each block, the one before it, or -1. recording: whose salt the hashes have, if
+    that is said. skipped: bad lines that were left out. notes: what else is missing, in words.
     """
 
     def __init__(self, name: str, block_tokens: int) -> None:
         self.name = name
         self.block_tokens = block_tokens
         self.parent = array("i")
+        self.recording = ""
         self.skipped = 0
+        self.notes: list[str] = []
         self._numbers: dict[object, int] = {}
         self._blocks = array("i")
         self._ends = array("q")
@@ -84,7 +90,9 @@ class Trace:
                 del parent[fresh:]
                 for late in [name for name, number in numbers.items() if number >= fresh]:
                     del numbers[late]
-                raise ConfigError(f"hash_ids: {one!r} stands behind another block than before")
+                raise ConfigError(
+                    f"hash_ids: {_shown(one)} stands behind another block than before"
+                )
             found.append(block)
             above = block
         self._blocks.extend(found)
@@ -114,53 +122,82 @@ class Trace:
 
 
 def read_trace(
-    path: str | Path,
-    block_tokens: int,
+    source: str | Path | TraceFiles,
+    block_tokens: int | None,
     *,
     skip_bad: bool = False,
     tell: Callable[[int, int], None] | None = None,
 ) -> Trace:
-    """Read a trace file.
+    """Read a trace: a file, or all those of a recording, see ``trace_files``.
 
-    block_tokens: tokens of a block, which files do not say. skip_bad: count bad lines instead of
-    refusing the file. tell: called now and then with the bytes that are read, of how many.
+    block_tokens: tokens of a block; None: as recorded, or 512. skip_bad: count bad lines instead
+    of refusing the file. tell: called now and then with the bytes that are read, of how many.
+    The last line of a file may be torn: who wrote it was killed. That is a note.
     Raises ConfigError that names line and field.
     """
-    path = Path(path)
-    if block_tokens < 1:
-        raise ConfigError(f"a block of {block_tokens} tokens; give the size that the hashes are of")
-    trace = Trace(path.name, block_tokens)
+    files = source if isinstance(source, TraceFiles) else trace_files([source])[0]
+    size = files.block_tokens(block_tokens)
+    if size < 1:
+        raise ConfigError(f"a block of {size} tokens; give the size that the hashes are of")
+    trace = Trace(files.path.name, size)
+    if files.others:
+        names = " and ".join(path.name for path in files.others)
+        trace.notes.append(f"{names}: of another recording, left out; name them to read them")
+    behind, path = 0, files.path
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            for number, line in enumerate(_lines(file), 1):
-                try:
-                    _add(trace, line)
-                except ConfigError as error:
-                    if not skip_bad:
-                        raise ConfigError(f"{path}, line {number}: {error}") from error
-                    trace.skipped += 1
-                if tell is not None and not number % 256:
-                    tell(file.tell(), size)
-    except (OSError, EOFError, zstandard.ZstdError) as error:
+        total = sum(path.stat().st_size for path in files.paths)
+        for path in files.paths:
+            with path.open("rb") as file:
+                for number, line in _lines(file):
+                    if tell is not None and not number % 256:
+                        tell(behind + file.tell(), total)
+                    try:
+                        _add(trace, line)
+                    except ConfigError as error:
+                        _forgive(trace, error, f"{path}, line {number}", skip_bad=skip_bad)
+            behind += path.stat().st_size
+    except (OSError, EOFError, ValueError, zlib.error, zstandard.ZstdError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not len(trace):
-        raise ConfigError(f"{path} has no requests")
+        raise ConfigError("; ".join((f"{path} has no requests", *trace.notes)))
     return trace
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Yield lines that are not empty, unpacked; a line beyond all measure is cut, and so bad."""
+class _TornError(ConfigError):
+    """The last line ends before it is whole."""
+
+
+def _forgive(trace: Trace, error: ConfigError, where: str, *, skip_bad: bool) -> None:
+    """Take note of a line that is left out. Raises ConfigError for one that may not be."""
+    if isinstance(error, _TornError):
+        trace.notes.append(f"{where}: it is torn, as by a kill, and left out")
+    elif skip_bad:
+        trace.skipped += 1
+    else:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+    """Yield lines that are not empty, unpacked, with their numbers.
+
+    A line beyond all measure is cut, and so bad.
+    """
     magic = file.read(4)
     file.seek(0)
     stream: Any = file
     if magic == zstandard.MAGIC_NUMBER.to_bytes(4, "little"):
-        stream = io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file))
+        unpacked = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
+        stream = io.BufferedReader(unpacked)
     elif magic[:2] == b"\x1f\x8b":
         stream = gzip.GzipFile(fileobj=file)
+    number = 0
     while line := stream.readline(_MOST_BYTES):
+        number += 1
+        rest = line
+        while len(rest) == _MOST_BYTES and not rest.endswith(b"\n"):
+            rest = stream.readline(_MOST_BYTES)
         if line.strip():
-            yield line
+            yield number, line
 
 
 def _add(trace: Trace, line: bytes) -> None:
@@ -169,17 +206,16 @@ def _add(trace: Trace, line: bytes) -> None:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"it is not JSON ({error})") from error
+        kind = ConfigError if line.endswith(b"\n") else _TornError
+        raise kind(f"it is not JSON ({error})") from error
     if not isinstance(fields, dict):
         raise ConfigError("it is not a JSON object")
     time = _number(fields, "timestamp", float)
     if time < trace.last_time():
-        raise ConfigError(f"timestamp: {time:g} lies before the request above; sort the file")
+        raise ConfigError(f"timestamp: {time:.15g} lies before the request above; sort the file")
     tokens = int(_number(fields, "input_length", int))
     output = int(_number(fields, "output_length", int))
-    said = fields.get("block_tokens", trace.block_tokens)
-    if said != trace.block_tokens:
-        raise ConfigError(f"block_tokens: recorded with {said}; pass --block-size {said}")
+    recording = _recording(trace, fields)
     hashes = fields.get("hash_ids")
     if not isinstance(hashes, list) or len(hashes) > _MOST_BLOCKS:
         raise ConfigError(f"hash_ids: a list of at most {_MOST_BLOCKS} is needed")
@@ -197,12 +233,36 @@ def _add(trace: Trace, line: bytes) -> None:
             f"{tokens} tokens of input_length fill; is --block-size right?"
         )
     trace.add(time, tokens, output, hashes)
+    trace.recording = recording
+
+
+def _recording(trace: Trace, fields: dict[str, Any]) -> str:
+    """Return what a line was recorded with. Raises ConfigError where that is not the trace's."""
+    said = fields.get("block_tokens", trace.block_tokens)
+    if said != trace.block_tokens:
+        size = _shown(said)
+        raise ConfigError(
+            f"block_tokens: recorded with {size}; pass --block-size {size}, and --skip-bad where a "
+            "recording has several"
+        )
+    recording = fields.get("recording", trace.recording)
+    if not isinstance(recording, str) or recording != (trace.recording or recording):
+        raise ConfigError(
+            f"recording: {_shown(recording)}, and {trace.recording!r} above; hashes of two salts "
+            "never match: record with one, or replay them apart"
+        )
+    return recording
 
 
 def _number(fields: dict[str, Any], name: str, kind: type) -> float:
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-        raise ConfigError(f"{name}: a number is needed, not {value!r}")
+        raise ConfigError(f"{name}: a number is needed, not {_shown(value)}")
     if not 0 <= value < _MOST_NUMBER:
-        raise ConfigError(f"{name}: {value!r} is out of range")
+        raise ConfigError(f"{name}: {_shown(value)} is out of range")
     return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -74,7 +74,9 @@ def test_tokens_are_those_of_the_prompt(tmp_path, capsys):
 def test_packed_traces_are_read_alike(trace, tmp_path, capsys):
     data = trace.read_bytes()
     (tmp_path / "t.gz").write_bytes(gzip.compress(data))
-    (tmp_path / "t.zst").write_bytes(zstandard.compress(data))
+    half = data.index(b"\n") + 1
+    frames = (zstandard.compress(data[:half]), zstandard.compress(data[half:]))
+    (tmp_path / "t.zst").write_bytes(b"".join(frames))
     options = ("--block-size", 4, "--capacity-blocks", 2)
     plain, *packed = (
         replayed(capsys, path, *options) for path in (trace, *tmp_path.glob("t.[gz]*"))
@@ -88,8 +90,10 @@ def test_capacities_in_bytes(trace, capsys):
     assert [capacity for _, capacity in rates(replayed(capsys, trace, *options))] == [2, 3, 2, 3]
 
 
-def test_several_traces_and_a_sweep_print_a_table_each(trace, capsys):
-    assert run(["replay", str(trace), str(trace), "--block-size", "4", "--sweep"]) == 0
+def test_several_traces_and_a_sweep_print_a_table_each(trace, tmp_path, capsys):
+    other = tmp_path / "other.jsonl"
+    other.write_bytes(trace.read_bytes())
+    assert run(["replay", str(trace), str(other), "--block-size", "4", "--sweep"]) == 0
     out = capsys.readouterr().out
     assert out.count("ceiling") == out.count("optimal") == 2
 
@@ -132,6 +136,93 @@ def test_a_bad_line_is_named_with_its_field(tmp_path, capsys, line, says):
     assert run([*command, "--skip-bad", "--json", "-"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["skipped_lines"], report["requests"], report["unique_blocks"]) == (1, 2, 2)
+
+
+def test_lines_are_counted_as_an_editor_counts_them(tmp_path, capsys, monkeypatch):
+    """Empty ones too, and one beyond all measure once."""
+    monkeypatch.setattr("kvtier.planning.trace._MOST_BYTES", 1000)
+    path = tmp_path / "t.jsonl"
+    long = json.dumps({**LINE, "hash_ids": [1] * 2000})
+    path.write_text(f"\n{json.dumps(LINE)}\n\n{long}\n{bad(input_length=-1)}\n{bad()}\n")
+    command = ["replay", str(path), "--block-size", "4", "--capacity-blocks", "4"]
+    assert run(command) == 2
+    assert ", line 4: it is longer than 1000 bytes" in capsys.readouterr().err
+    assert run([*command, "--skip-bad", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["skipped_lines"] == 2
+
+
+def test_a_torn_last_line_is_told_and_no_error(tmp_path, capsys):
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{json.dumps(LINE)}\n{bad()}\n{bad()[:-3]}")
+    command = ["replay", str(path), "--block-size", "4", "--capacity-blocks", "4", "--json", "-"]
+    assert run(command) == 0
+    told = capsys.readouterr()
+    report = json.loads(told.out)
+    assert (report["requests"], report["skipped_lines"]) == (2, 0)
+    assert report["notes"] == [f"{path}, line 3: it is torn, as by a kill, and left out"]
+    assert report["notes"][0] in told.err
+    path.write_text(f"{json.dumps(LINE)}\n{bad()}\n{bad()[:-3]}\n")  # that is no tear
+    assert run(command) == 2
+    assert ", line 3: it is not JSON" in capsys.readouterr().err
+
+
+def recording(path, name, first):
+    """Write two requests of a recording."""
+    lines = [bad(timestamp=first + n, recording=name, block_tokens=4) for n in range(2)]
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("named", "requests"),
+    [
+        ("r", [6]),
+        ("r r.1 r.2", [6]),
+        ("r.1 r.2 r", [6]),
+        ("r.2 r.1", [4]),
+        ("r.1", [2]),
+        ("r r.3", [2, 6]),
+        ("r.3", [2]),
+        ("new", [2]),
+    ],
+)
+def test_the_files_of_a_recording_are_one_trace(tmp_path, capsys, named, requests):
+    for number, name in enumerate(("r.3", "r.2", "r.1", "r")):
+        recording(tmp_path / name, "aa" if name != "r.3" else "bb", 3 * number)
+    recording(tmp_path / "new.1", "cc", 0)  # it is full, and the next one has not begun
+    paths = [str(tmp_path / name) for name in named.split()]
+    assert run(["replay", *paths, "--capacity-blocks", "4", "--json", "-"]) == 0
+    told = capsys.readouterr()
+    reports = json.loads(told.out)
+    reports = reports if isinstance(reports, list) else [reports]
+    assert [one["requests"] for one in reports] == requests
+    assert all(one["block_tokens"] == 4 for one in reports)
+    assert ("r.3: of another recording, left out" in told.err) == (
+        "r" in named.split() and "r.3" not in named
+    )
+
+
+def test_numbered_files_that_are_no_recordings_are_traces_of_their_own(trace, tmp_path, capsys):
+    for number in (1, 2):
+        (tmp_path / f"{trace.name}.{number}").write_bytes(trace.read_bytes())
+    paths = [f"{trace}.1", f"{trace}.2"]
+    assert len(json.loads(replayed_text(capsys, *paths))) == 2
+    assert isinstance(json.loads(replayed_text(capsys, str(trace))), dict)
+
+
+def replayed_text(capsys, *paths):
+    options = ("--block-size", "4", "--capacity-blocks", "4", "--json", "-")
+    assert run(["replay", *paths, *options]) == 0
+    return capsys.readouterr().out
+
+
+def test_recordings_of_two_salts_are_no_trace(tmp_path, capsys):
+    """Their hashes never match, so that the hit rate would be wrong, and plausible."""
+    path = tmp_path / "joined"
+    lines = (bad(timestamp=0, recording="aa"), bad(timestamp=1, recording="bb"))
+    path.write_text("\n".join(lines))
+    assert run(["replay", str(path), "--block-size", "4", "--capacity-blocks", "4"]) == 2
+    error = capsys.readouterr().err
+    assert "line 2: recording: 'bb', and 'aa' above" in error
 
 
 def test_a_line_without_end_is_not_read_whole(tmp_path, capsys, monkeypatch):

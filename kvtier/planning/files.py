@@ -1,0 +1,86 @@
+"""The files of a trace: a recording has several, of which those that were full are numbered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+__all__ = ["TraceFiles", "trace_files"]
+
+_NUMBERED: Final = re.compile(r"(.+)\.([1-9][0-9]?)")
+_RECORDING: Final = re.compile(rb'"recording": ?"([0-9a-f]+)"')
+_BLOCK: Final = re.compile(rb'"block_tokens": ?([1-9][0-9]{0,8})\b')
+_LOOKED_AT: Final = 4096  # bytes of a line: hashes stand at its end
+_USUAL_BLOCK: Final = 512  # Mooncake's
+
+
+@dataclass(frozen=True, slots=True)
+class TraceFiles:
+    """One trace's, oldest first. others: files beside them that are of other recordings."""
+
+    paths: tuple[Path, ...]
+    others: tuple[Path, ...] = ()
+
+    @property
+    def path(self) -> Path:
+        """The newest, which gives the trace its name."""
+        return self.paths[-1]
+
+    def block_tokens(self, given: int | None) -> int:
+        """Return the tokens of a block: as given, or as recorded; 512 where neither says it."""
+        found = None if given is not None else _BLOCK.search(_head(self.paths[0]))
+        return given or (int(found[1]) if found else _USUAL_BLOCK)
+
+
+def trace_files(named: Iterable[str | Path]) -> list[TraceFiles]:
+    """Return the files of each trace that was named.
+
+    ``r.jsonl`` stands for ``r.jsonl.1`` and so on, too, as far as they are of the same recording.
+    Such files that are named themselves are one trace if they are of one recording.
+    """
+    groups: dict[Path, dict[int, Path]] = {}
+    wanted: dict[Path, None] = {}
+    for path in map(Path, named):
+        found = _NUMBERED.fullmatch(path.name)
+        base, number = (path.with_name(found[1]), int(found[2])) if found else (path, 0)
+        group = groups.setdefault(base, {})
+        if not number:
+            group.update(_siblings(path))
+            if group and not path.exists():  # it is full, and the next one has not begun
+                number = min(group)
+        wanted[group.setdefault(number, path)] = None
+    return [files for group in groups.values() for files in _apart(group, wanted)]
+
+
+def _apart(group: dict[int, Path], wanted: dict[Path, None]) -> list[TraceFiles]:
+    """Part the files of one name by what they were recorded with; what is no recording is alone."""
+    recordings: dict[bytes, list[Path]] = {}
+    for number in sorted(group, reverse=True):
+        path = group[number]
+        found = _RECORDING.search(_head(path)) if len(group) > 1 else None
+        recordings.setdefault(found[1] if found else str(path).encode(), []).append(path)
+    others = [paths for paths in recordings.values() if not any(path in wanted for path in paths)]
+    left = tuple(path for paths in others for path in paths)
+    found_all = [tuple(paths) for paths in recordings.values() if paths not in others]
+    return [
+        *(TraceFiles(paths) for paths in found_all[:-1]),
+        TraceFiles(found_all[-1], left),
+    ]
+
+
+def _siblings(path: Path) -> dict[int, Path]:
+    """Return the numbered files of a name."""
+    beside = {number: path.with_name(f"{path.name}.{number}") for number in range(1, 100)}
+    return {number: one for number, one in beside.items() if one.is_file()}
+
+
+def _head(path: Path) -> bytes:
+    """Return how a file begins; nothing where it cannot be read, which is told later."""
+    try:
+        with path.open("rb") as file:
+            return file.read(_LOOKED_AT).split(b"\n", 1)[0]
+    except (OSError, ValueError):
+        return b""
