@@ -98,7 +98,7 @@ class Cache(Upkeep):
         self._check()
         prefix = self._mine(tokens, request)
         if self._recorder is not None:
-            self._recorder.note(prefix.keys, len(prefix.tokens))
+            self._recorder.note(prefix)
         return self._desk.match(prefix)
 
     # ---- load or recompute

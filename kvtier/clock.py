@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Clock", "monotonic"]
+__all__ = ["Clock", "epoch", "monotonic"]
 
 Clock = Callable[[], float]
 """Seconds since an arbitrary moment; never goes back."""
@@ -14,3 +14,8 @@ Clock = Callable[[], float]
 def monotonic() -> float:
     """Return the system's monotonic clock in seconds."""
     return time.monotonic()
+
+
+def epoch() -> float:
+    """Return the seconds from 1970 to the zero of ``monotonic``, by the system's clock as it is."""
+    return time.time() - time.monotonic()

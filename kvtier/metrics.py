@@ -37,6 +37,8 @@ def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
 _ROWS: Final = (
     _counter("match_tokens", "tokens", "Tokens of prompts that were matched against the index"),
     _counter("bypassed_matches", "matches", "Matches of a namespace that goes without its cache"),
+    _counter("recorded_requests", "requests", "Requests that were written into a recording"),
+    _counter("unrecorded_requests", "requests", "Requests that were not, and why", "reason"),
     _counter("hit_tokens", "tokens", "Tokens that were loaded, by the tier they came from", "tier"),
     _counter("refused_fetches", "fetches", "Fetches refused since too much was being read"),
     _counter("refused_pins", "pins", "Pins refused since pins would hold half of DRAM"),

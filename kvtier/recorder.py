@@ -1,120 +1,252 @@
 """Record what is asked of a cache: a JSON line a request, as ``kvtier replay`` reads them.
 
-Prompts are recorded by their chunks' hashes, never by their tokens. Writing is done on a thread of
-its own; an engine's thread only appends to a list.
+Of a prompt only its length and hashes of its blocks are written, never its tokens, and the hashes
+are salted, so that a reader cannot try out what the prompt may have been. An engine's thread only
+appends to a queue. The flow loop looks into it a few times a second; what blocks, or computes, runs
+on one thread of the recorder's.
 """
 
 from __future__ import annotations
 
-import json
-import logging
+import asyncio
+import contextlib
+import hashlib
+import os
+import stat
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, NamedTuple
 
-from kvtier.checks import check_whole
+import msgspec
+
+from kvtier.checks import check_kind, check_whole
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError, MisuseError
-from kvtier.seams import IoPool
+from kvtier.events import Reporter
+from kvtier.identity.record import KEY_BYTES, RecordId
+from kvtier.metrics import Metrics
+from kvtier.prefix import Prefix
+from kvtier.seams import CancelledError, Flow, IoPool, ThreadFlow, drawn
 
-__all__ = ["Recorder"]
+__all__ = ["RECORD_BYTES", "Recorder", "Recording"]
 
-_log = logging.getLogger("kvtier")
+RECORD_BYTES: Final = 64 << 20
+"""Bytes of a file after which the next one begins."""
+
 _KEPT: Final = 4  # full files, besides the one that is written
+_LEAST_BYTES: Final = 1 << 16
+_LEAST_SALT: Final = 16  # bytes; fewer could be found by trying
 _AGAIN_SECONDS: Final = 2.0
 _REMEMBERED: Final = 4096
-_MOST_WAITING: Final = 65_536
+_MOST_WAITING: Final = 1 << 18  # names of parts: 25 MB
+_EVERY_SECONDS: Final = 0.25
+_PIECE: Final = 512  # names at a time: their hashes hold the interpreter for half a millisecond
+_WRITE_BYTES: Final = 1 << 20
 _HASH_BYTES: Final = 12
 _CLOSE_SECONDS: Final = 5.0
 
 
-class Recorder:
-    """Writes requests to `path`. Safe from any thread.
+class Recording(msgspec.Struct, frozen=True):
+    """Where to record, and how. most_bytes: of a file. salt: of the hashes; none: a random one.
 
-    most_bytes: of a file; then it is called ``path.1``, that ``path.2``, and so on up to four. So
-    is one that was there before, whose times are others.
+    Two recordings whose blocks are to be compared, such as those of two hosts, need one salt.
+    """
+
+    path: str
+    most_bytes: int = RECORD_BYTES
+    salt: bytes = b""
+
+    def check(self) -> Recording:
+        """Return it, with a salt. Raises ConfigError for what cannot be recorded with."""
+        check_kind("a recording's path", self.path, str, ConfigError)
+        check_whole("a recording's bytes", self.most_bytes, _LEAST_BYTES, error=ConfigError)
+        check_kind("a recording's salt", self.salt, bytes, ConfigError)
+        if not self.salt:
+            return msgspec.structs.replace(self, salt=drawn(_LEAST_SALT))
+        if len(self.salt) < _LEAST_SALT:
+            raise ConfigError(
+                f"a salt of {len(self.salt)} bytes can be guessed, and then the prompts; give at "
+                f"least {_LEAST_SALT}, or none, for a random one"
+            )
+        return self
+
+
+class _Noted(NamedTuple):
+    when: float
+    tokens: int
+    block_tokens: int
+    names: Sequence[Sequence[RecordId]]
+    weight: int
+
+
+class Recorder:
+    """Writes requests into a file. Safe from any thread.
+
+    When the file is full it is called ``path.1``, that ``path.2``, and so on up to four; so is one
+    that is there, unless it is of the same salt. flow: where it waits; None: on a thread of its
+    own. epoch: seconds from 1970 to the zero of the clock.
     Raises ConfigError when the file cannot be written.
     """
 
-    def __init__(self, path: str | Path, chunk_tokens: int, most_bytes: int, clock: Clock) -> None:
-        if not isinstance(path, (str, Path)):
-            raise ConfigError(f"a path is needed to record into, and not {path!r}")
-        check_whole("a recording's bytes", most_bytes, 1 << 16, error=ConfigError)
-        self._path = Path(path)
-        self._chunk_tokens = chunk_tokens
-        self._most_bytes = most_bytes
-        self._clock = clock
-        self._began = clock()
-        self._lock = threading.Lock()
-        self._waiting: list[tuple[float, int, Sequence[bytes]]] = []
-        self._writing = False
-        self._begun = False
-        self._seen: OrderedDict[tuple[bytes, int], float] = OrderedDict()
-        self._pool = IoPool("record", 1)
-        self.dropped = 0
-        try:
-            self._path.open("ab").close()
-        except (OSError, ValueError) as error:
-            cause = getattr(error, "strerror", None) or error
-            raise ConfigError(f"cannot record into {path} ({cause}); name another file") from error
+    def __init__(
+        self,
+        recording: Recording,
+        flow: Flow | None,
+        metrics: Metrics,
+        clock: Clock,
+        epoch: float,
+    ) -> None:
+        from aiofiles import open as open_file  # an engine that records nothing does without
 
-    def note(self, keys: Sequence[bytes], tokens: int) -> None:
+        recording = recording.check()
+        self._open_file: Any = open_file
+        self._path = Path(recording.path)
+        self._most_bytes = recording.most_bytes
+        self._salt = hashlib.sha256(recording.salt).digest()
+        self._id = self._hashed(b"recording")[:8]
+        self._metrics = metrics
+        self._clock = clock
+        self._epoch = epoch
+        self._report = Reporter(clock)
+        self._lock = threading.Lock()
+        self._waiting: deque[_Noted] = deque()
+        self._weight = 0  # of what waits
+        self._closed = False
+        self._seen: OrderedDict[tuple[bytes, int], float] = OrderedDict()
+        _check_file(self._path)
+        self._ours = False  # whether the file is of this recording
+        self._writing = asyncio.Lock()
+        self._pool = IoPool("record", 1)
+        self._own = ThreadFlow("kvtier-record")
+        self._flow = flow or self._own
+        self._turns = self._flow.spawn(self._run())
+
+    def note(self, prefix: Prefix) -> None:
         """Take note of a prompt. Memory only.
 
         The same prompt again within two seconds is the same request: engines ask until they may
         run it. When the disk does not keep up, requests are dropped and counted.
         """
-        name = (keys[-1] if keys else b"", tokens)
+        names, tokens, shape = prefix.names, len(prefix.tokens), prefix.shape
+        weight = 1 + len(names) * len(shape.names)
+        name = (names[-1][0] if names else b"", tokens)
         with self._lock:
             now = self._clock()  # so that lines stand in the order of their times
             before = self._seen.pop(name, None)
             self._seen[name] = now
             if len(self._seen) > _REMEMBERED:
                 self._seen.popitem(last=False)
-            if before is not None and now - before < _AGAIN_SECONDS:
+            if self._closed or (before is not None and now - before < _AGAIN_SECONDS):
                 return
-            if len(self._waiting) >= _MOST_WAITING:
-                self.dropped += 1
-                return
-            self._waiting.append((now, tokens, keys))
-            start, self._writing = not self._writing, True
-        if start:
-            self._submit()
+            fits = self._weight + weight <= _MOST_WAITING
+            if fits:
+                self._weight += weight
+                self._waiting.append(_Noted(now, tokens, shape.chunk_tokens, names, weight))
+        if not fits:
+            self._metrics.add("unrecorded_requests", reason="queue")
 
     def close(self) -> None:
         """Write what waits, at most five seconds long. Idempotent. Blocks."""
-        self._pool.close(_CLOSE_SECONDS)
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        with contextlib.suppress(TimeoutError, CancelledError, MisuseError):  # or the flow is over
+            self._flow.spawn(self._write()).result(_CLOSE_SECONDS)
+        self._turns.cancel()
+        self._own.close()
+        self._pool.close(0.0 if self._waiting else _CLOSE_SECONDS)
+        if self._waiting:
+            self._metrics.add("unrecorded_requests", len(self._waiting), reason="closed")
 
-    def _submit(self) -> None:
-        try:
-            self._pool.submit(self._write)
-        except MisuseError:  # closed meanwhile
-            self._waiting.clear()
+    # ---- on the flow loop
 
-    def _write(self) -> None:
-        """Write until nothing waits. A disk's fault costs what was to be written, and a line."""
+    async def _run(self) -> None:
+        """Write what waits, now and then: nothing is told, so noting costs no wake-up."""
         while True:
-            with self._lock:
-                some, self._waiting = self._waiting, []
-                if not some:
-                    self._writing = False
-                    return
-            try:
-                self._append("".join(map(self._line, some)).encode())
-            except OSError as error:
-                self.dropped += len(some)
-                _log.warning("%d requests were not recorded: %s", len(some), error)
+            await asyncio.sleep(_EVERY_SECONDS)
+            await self._write()
 
-    def _append(self, data: bytes) -> None:
-        if not self._begun and self._path.exists() and self._path.stat().st_size:
-            self._shift()
-        self._begun = True
-        with self._path.open("ab") as file:
-            file.write(data)
-            full = file.tell() >= self._most_bytes
-        if full:
+    async def _write(self) -> None:
+        """Write until nothing waits. A disk's fault costs what was to be written, and a line."""
+        async with self._writing:
+            data, count = bytearray(), 0
+            while some := self._taken():
+                count += len(some)
+                try:
+                    data += await self._flow.io(self._pool, self._encoded, some)
+                    if self._waiting and len(data) < _WRITE_BYTES:
+                        continue
+                    await self._append(data)
+                except Exception as error:  # noqa: BLE001  (no memory, no thread: the next may have)
+                    self._metrics.add("unrecorded_requests", count, reason="failed")
+                    self._report.warn("record", f"requests are not recorded: {error}")
+                else:
+                    self._metrics.add("recorded_requests", count)
+                data, count = bytearray(), 0
+
+    def _taken(self) -> list[_Noted]:
+        """Take a piece of what waits."""
+        some: list[_Noted] = []
+        weight = 0
+        with self._lock:
+            while self._waiting and weight < _PIECE:
+                some.append(self._waiting.popleft())
+                weight += some[-1].weight
+            self._weight -= weight
+        return some
+
+    async def _append(self, data: bytearray) -> None:
+        """Append to the file, all or nothing; then see whether it is full."""
+        if not self._ours:
+            await self._flow.io(self._pool, self._begin)
+            self._ours = True
+        async with self._open_file(
+            self._path, "ab", buffering=0, opener=_private, executor=self._pool
+        ) as file:
+            end = await file.tell()
+            left = memoryview(data)
+            try:
+                while left:
+                    left = left[await file.write(left) :]
+            except OSError:
+                self._ours = False  # or what follows would stand behind half a line
+                with contextlib.suppress(OSError):
+                    await file.truncate(end)
+                raise
+        if end + len(data) >= self._most_bytes:
+            await self._flow.io(self._pool, self._shift)
+
+    # ---- on the recorder's thread
+
+    def _encoded(self, some: Sequence[_Noted]) -> bytes:
+        return b"".join(map(self._line, some))
+
+    def _line(self, one: _Noted) -> bytes:
+        line = {
+            "timestamp": round(1000 * (self._epoch + one.when)),
+            "input_length": one.tokens,
+            "output_length": 0,
+            "block_tokens": one.block_tokens,
+            "recording": self._id,
+            "hash_ids": [self._hashed(names[0][:KEY_BYTES]) for names in one.names],
+        }
+        return msgspec.json.encode(line) + b"\n"
+
+    def _hashed(self, key: bytes) -> str:
+        return hashlib.blake2b(key, digest_size=_HASH_BYTES, key=self._salt).hexdigest()
+
+    def _begin(self) -> None:
+        """Go on with a whole file of this recording; begin anew beside any other."""
+        if not self._path.exists() or not self._path.stat().st_size:
+            return
+        with self._path.open("rb") as file:
+            known = f'"recording":"{self._id}"'.encode() in file.read(_LEAST_BYTES).split(b"\n")[0]
+            file.seek(-1, os.SEEK_END)
+            whole = file.read(1) == b"\n"
+        if not (known and whole):
             self._shift()
 
     def _shift(self) -> None:
@@ -128,17 +260,19 @@ class Recorder:
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.name}.{number}")
 
-    def _line(self, one: tuple[float, int, Sequence[bytes]]) -> str:
-        when, tokens, keys = one
-        return (
-            json.dumps(
-                {
-                    "timestamp": round(1000 * (when - self._began)),
-                    "input_length": tokens,
-                    "output_length": 0,
-                    "hash_ids": [key[:_HASH_BYTES].hex() for key in keys],
-                    "block_tokens": self._chunk_tokens,
-                }
-            )
-            + "\n"
-        )
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that nobody else reads: who asks how much, and when, is nobody's business."""
+    return os.open(path, flags | os.O_NONBLOCK, 0o600)  # a pipe without a reader is told, too
+
+
+def _check_file(path: Path) -> None:
+    """Raise ConfigError for a file that cannot be appended to. Leaves it there, for the next."""
+    try:
+        with open(path, "ab", opener=_private) as file:
+            regular = stat.S_ISREG(os.fstat(file.fileno()).st_mode)
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot record into {path} ({cause}); name another file") from error
+    if not regular:
+        raise ConfigError(f"cannot record into {path}: it is no file; name another")

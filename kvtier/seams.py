@@ -1,4 +1,4 @@
-"""Threads and loops, in one place: everything in the core that waits runs through here.
+"""Threads, loops and chance, in one place: what waits in the core runs through here.
 
 The core hands coroutines to a Flow and blocking calls to an IoPool. A simulated Flow under
 virtual time takes the place of both in tests, and the core's code does not change.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import queue
 import threading
 import time
@@ -19,12 +20,17 @@ from typing import Any, Protocol, TypeVar
 from kvtier.deadline import current, under
 from kvtier.errors import MisuseError
 
-__all__ = ["CancelledError", "Flow", "Future", "IoPool", "ThreadFlow"]
+__all__ = ["CancelledError", "Flow", "Future", "IoPool", "ThreadFlow", "drawn"]
 
 T = TypeVar("T")
 A = TypeVar("A")
 L = TypeVar("L")
 _log = logging.getLogger("kvtier")
+
+
+def drawn(count: int) -> bytes:
+    """Return so many bytes that nobody can guess."""
+    return os.urandom(count)
 
 
 class IoPool:

@@ -16,20 +16,20 @@ from typing import Final, Self
 from kvtier.catalog.explain import Explanation
 from kvtier.catalog.sweep import Removed
 from kvtier.checks import check_first, check_kind, check_seconds, check_wait
-from kvtier.clock import monotonic
+from kvtier.clock import epoch, monotonic
 from kvtier.desk import Desk, Health
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.keys import TokenIds
 from kvtier.identity.namespace import Namespace, Request
 from kvtier.identity.record import KEY_BYTES
+from kvtier.local import LocalDesk
 from kvtier.prefix import Namer, Prefix
-from kvtier.recorder import Recorder
+from kvtier.recorder import RECORD_BYTES, Recorder, Recording
 
 __all__ = ["Removed", "Upkeep"]
 
 _CLEAR_SECONDS: Final = 30.0
 _PURGE_SECONDS: Final = 600.0
-_RECORD_BYTES: Final = 64 << 20
 
 
 def _untold(parts: int) -> None:
@@ -127,21 +127,28 @@ class Upkeep:
         self._check()
         return self._desk.explain(self._mine(tokens, request))
 
-    def record(self, path: str | Path | None, *, most_bytes: int = _RECORD_BYTES) -> None:
+    def record(
+        self, path: str | Path | None, *, most_bytes: int = RECORD_BYTES, salt: bytes = b""
+    ) -> None:
         """Record each prompt that is matched from now on, for ``kvtier replay``; None: no more.
 
-        path: a file that gets a JSON line a request, with hashes and no tokens. Beyond
-        `most_bytes` it becomes ``path.1``, as does one that is there; four such are kept. Blocks
-        briefly.
-        Raises ConfigError when it cannot be written, and MisuseError for sizes that are none.
+        path: a file that gets a JSON line a request, with salted hashes and no tokens. Beyond
+        `most_bytes` it becomes ``path.1``, as does one that is there with another salt; four such
+        are kept. salt: 16 bytes or more that other recordings share, so that their blocks can be
+        compared; by default a random one. Blocks briefly.
+        Raises ConfigError when it cannot be written, and for sizes and salts that are none.
         """
         self._check()
-        chunk = self.namespace.geometry.chunk_tokens
-        fresh = None if path is None else Recorder(path, chunk, most_bytes, monotonic)
         before, self._recorder = self._recorder, None
         if before is not None:
             before.close()  # before the next begins: it may be the same file
-        self._recorder = fresh
+        if path is None:
+            return
+        if isinstance(path, Path):
+            path = str(path)
+        flow = self._desk.depot.flow if isinstance(self._desk, LocalDesk) else None
+        recording = Recording(path, most_bytes, salt)
+        self._recorder = Recorder(recording, flow, self.metrics, monotonic, epoch())
 
     def figures(self) -> dict[str, float]:
         """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""

@@ -38,6 +38,22 @@ _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
     metavar="PATH",
     help="Where engines connect; by default kv.sock in $XDG_RUNTIME_DIR/kvtier.",
 )
+@click.option(
+    "--record",
+    metavar="FILE",
+    help="Record each client's requests, lengths and salted hashes alone, for `kvtier replay`.",
+)
+@click.option(
+    "--record-size",
+    metavar="SIZE",
+    help="Of a file of it; then the next begins, and four are kept.  [default: 64MiB]",
+)
+@click.option(
+    "--record-salt",
+    metavar="FILE",
+    help="A secret that other hosts' recordings have too, so that they can be joined. By default "
+    "hashes are salted at random.",
+)
 @click.option("--print-config", is_flag=True, help="Print what would be served, and end.")
 @click.option("--json", "as_json", is_flag=True, help="Tell what happens as JSON, a line each.")
 def serve(
@@ -46,12 +62,14 @@ def serve(
     path: str | None,
     print_config: bool,  # noqa: FBT001
     as_json: bool,  # noqa: FBT001
+    **recording: str | None,
 ) -> int:
     """Hold a cache of DRAM and slower tiers for all engines that open unix:PATH.
 
-    URL is dram:SIZE, then slower tiers. The config file has tiers = [URL, ...], socket, and
-    [tenants.NAME] with floor and ceiling; or [principals.NAME] with uid, socket and tiers, for
-    users who must not meet: each gets a socket, memory and a server process of its own.
+    URL is dram:SIZE, then slower tiers. The config file has tiers = [URL, ...], socket, record,
+    record_size, record_salt, and [tenants.NAME] with floor and ceiling; or [principals.NAME] with
+    uid, socket, tiers and record, for users who must not meet: each gets a socket, memory and a
+    server process of its own.
 
     It runs until SIGTERM or SIGINT; then what waits is written down first.
     """
@@ -59,7 +77,8 @@ def serve(
 
     if bool(tiers) == (config is not None):
         raise ConfigError("name the tiers, such as dram:8GiB, or a file with --config")
-    found = of_file(config, path) if config is not None else [of_urls(tiers, path)]
+    record = {name: value for name, value in recording.items() if value is not None}
+    found = of_file(config, path, record) if config is not None else [of_urls(tiers, path, record)]
     if print_config:
         click.echo(_as_toml(found))
         return 0
@@ -157,6 +176,7 @@ def _described(one: Principal, supervisor: Supervisor, started: Started) -> dict
         "arena_bytes": supervisor.nbytes,
         "tiers": list(started.tiers),
         "generation": started.generation,
+        **({"record": one.settings.record.path} if one.settings.record else {}),
     }
 
 
@@ -187,6 +207,9 @@ def _as_toml(found: Sequence[Principal]) -> str:
         if one.name:
             lines += [f"[principals.{quoted(one.name)}]", f"uid = {one.settings.uid}"]
         lines.append(f"socket = {quoted(str(one.path))}")
+        if (record := one.settings.record) is not None:
+            lines += [f"record = {quoted(record.path)}"]
+            lines += [f"record_size = {quoted(f'{record.most_bytes}B')}"]
         lines += ["tiers = [", *(f"    {quoted(hidden(u))}," for u in one.settings.tiers), "]", ""]
     for tenant, quota in found[0].settings.quotas.items():
         lines += [f"[tenants.{quoted(tenant)}]", f"floor = {quota.floor}"]

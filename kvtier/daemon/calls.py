@@ -26,6 +26,7 @@ from kvtier.identity.namespace import Namespace
 from kvtier.identity.shape import Shape, chunk_shape
 from kvtier.local import LocalDesk
 from kvtier.prefix import Prefix
+from kvtier.recorder import Recorder
 from kvtier.seams import Future, IoPool
 
 __all__ = ["MOST_PARTS", "Calls"]
@@ -49,8 +50,10 @@ class Calls:
         sessions: Mapping[bytes, Session],
         lock: AbstractContextManager[Any],
         holds: Holds,
+        recorder: Recorder | None = None,
     ) -> None:
         self._depot = depot
+        self._recorder = recorder
         self._outs = outs
         self._sessions = sessions
         self._lock = lock
@@ -207,6 +210,8 @@ class Calls:
     def _match(self, session: Session, message: messages.Match, reply: Reply) -> None:
         desk, prefix = self._prefix(session, message.desk, message.prompt, reply)
         if prefix is not None:
+            if self._recorder is not None:
+                self._recorder.note(prefix)
             match = desk.match(prefix)
             reply(answers.Matched(match.tokens, match.where, match.known, match.unknown))
 

@@ -11,17 +11,22 @@ from typing import Final
 import msgspec
 
 from kvtier.catalog.owners import Quota
-from kvtier.checks import check_whole
+from kvtier.checks import check_kind, check_whole
 from kvtier.config import parse_tier, quotas_of, read_toml, urls_of
 from kvtier.daemon.place import check_path, real_path, runtime_folder
 from kvtier.daemon.settings import Settings
 from kvtier.errors import ConfigError, unknown
+from kvtier.recorder import RECORD_BYTES, Recording
+from kvtier.units import parse_bytes
 
 __all__ = ["Principal", "default_path", "of_file", "of_urls"]
 
-_TABLES: Final = ("tiers", "tenants", "socket", "principals")
+_RECORD: Final = ("record", "record_size", "record_salt")
+_TABLES: Final = ("tiers", "tenants", "socket", "principals", *_RECORD)
 _PRINCIPAL: Final = ("uid", "socket", "tiers")
+_MOST_SALT: Final = 1 << 20
 _MOST_UID: Final = (1 << 32) - 2
+_NOTHING: Final[Mapping[str, object]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,34 +43,40 @@ def default_path() -> Path:
     return check_path(runtime_folder() / "kv.sock")
 
 
-def of_urls(urls: Sequence[str], path: str | Path | None) -> Principal:
-    """Return this user's own daemon. Raises ConfigError."""
-    settings = Settings(tuple(urls), os.geteuid())
+def of_urls(
+    urls: Sequence[str], path: str | Path | None, record: Mapping[str, object] = _NOTHING
+) -> Principal:
+    """Return this user's own daemon. record: as in the file. Raises ConfigError."""
+    settings = Settings(tuple(urls), os.geteuid(), record=_recording(record, "this daemon"))
     settings.config()
     return Principal("", check_path(path) if path is not None else default_path(), settings)
 
 
-def of_file(file: Path, path: str | Path | None) -> list[Principal]:
-    """Read the daemons of a TOML file; path: a socket that goes before the file's.
+def of_file(
+    file: Path, path: str | Path | None, record: Mapping[str, object] = _NOTHING
+) -> list[Principal]:
+    """Read the daemons of a TOML file; path, record: what goes before the file's.
 
-    It has ``tiers``, ``tenants`` and ``socket``, or a table ``[principals.NAME]`` for each
-    principal, with ``uid``, ``socket`` and ``tiers``. Raises ConfigError.
+    It has ``tiers``, ``tenants``, ``socket``, ``record``, ``record_size`` and ``record_salt``, or
+    a table ``[principals.NAME]`` for each principal, with ``uid``, ``socket`` and ``tiers``, and
+    what is to be recorded. Raises ConfigError.
     """
     data = read_toml(file, _TABLES)
     quotas = quotas_of(data, file)
+    recorded = {name: data[name] for name in _RECORD if name in data}
     if "principals" not in data:
         at = path if path is not None else _socket(data, file)
-        one = of_urls(urls_of(data, file), at)
+        one = of_urls(urls_of(data, file), at, recorded | dict(record))
         return [Principal("", one.path, _with(one.settings, quotas))]
     tables = data["principals"]
     if not isinstance(tables, dict) or not tables:
         raise ConfigError(f"principals of {file} are tables, such as [principals.NAME]")
-    both = [name for name in ("tiers", "socket") if name in data] + ["--socket"] * (
-        path is not None
-    )
+    both: list[str] = [name for name in ("tiers", "socket", *_RECORD) if name in data]
+    both += ["--socket"] * (path is not None)
+    both += [f"--{name.replace('_', '-')}" for name in record]
     if both:
         raise ConfigError(
-            f"{file} has principals, so each of them has its own tiers and socket; take "
+            f"{file} has principals, so each of them has its own tiers, socket and recording; take "
             f"{' and '.join(both)} away"
         )
     found = [_principal(name, table, quotas) for name, table in tables.items()]
@@ -78,15 +89,48 @@ def _principal(name: str, table: object, quotas: Mapping[str, Quota]) -> Princip
     if not isinstance(table, dict):
         raise ConfigError(f"{where} needs a table with uid, socket and tiers")
     for option in table:
-        if option not in _PRINCIPAL:
-            raise unknown(f"option of {where}", option, _PRINCIPAL)
+        if option not in (*_PRINCIPAL, *_RECORD):
+            raise unknown(f"option of {where}", option, (*_PRINCIPAL, *_RECORD))
     for option in _PRINCIPAL:
         if option not in table:
             raise ConfigError(f"{where} has no {option}; it needs uid, socket and tiers")
     check_whole(f"the uid of {where}", table["uid"], 0, _MOST_UID, ConfigError)
     socket = _socket(table, where)
-    settings = Settings(tuple(urls_of(table, where)), table["uid"])
+    settings = Settings(tuple(urls_of(table, where)), table["uid"], record=_recording(table, where))
     return Principal(name, check_path(socket or ""), _with(settings, quotas))
+
+
+def _recording(table: Mapping[str, object], where: str) -> Recording | None:
+    """Return what is to be recorded where; None where nothing is. Raises ConfigError."""
+    given = {name: table[name] for name in _RECORD if name in table}
+    for name, value in given.items():
+        check_kind(f"{name} of {where}", value, str, ConfigError)
+    path, size, salt = (str(given.get(name, "")) for name in _RECORD)
+    if "record" not in given:
+        if given:
+            raise ConfigError(f"{min(given)} of {where} is of a recording; name its file: record")
+        return None
+    return Recording(
+        os.path.abspath(path),  # noqa: PTH100  (resolve would follow links)
+        parse_bytes(size) if "record_size" in given else RECORD_BYTES,
+        _salt(salt) if "record_salt" in given else b"",
+    ).check()
+
+
+def _salt(path: str) -> bytes:
+    """Return what a file holds, whatever white space is around it. Raises ConfigError."""
+    try:
+        with Path(path).open("rb") as file:
+            found = file.read(_MOST_SALT).strip()
+    except (OSError, ValueError) as error:
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(
+            f"the salt of the recording cannot be read from {path} ({cause}); make the file, such "
+            f"as by: openssl rand -hex 16 > {path}"
+        ) from error
+    if not found:
+        raise ConfigError(f"{path} is empty, and no salt: openssl rand -hex 16 > {path}")
+    return found
 
 
 def _with(settings: Settings, quotas: Mapping[str, Quota]) -> Settings:
@@ -107,10 +151,13 @@ def _check_apart(found: Sequence[Principal]) -> None:
     """Raise ConfigError for two principals that would meet."""
     users: dict[int, str] = {}
     paths: dict[str, str] = {}
+    recorders: dict[str, str] = {}
     for one in found:
         user = users.setdefault(one.settings.uid, one.name)
         path = paths.setdefault(real_path(one.path), one.name)
-        for what, other in (("uid", user), ("socket", path)):
+        record = one.settings.record
+        recorder = recorders.setdefault(record.path, one.name) if record else one.name
+        for what, other in (("uid", user), ("socket", path), ("record", recorder)):
             if other != one.name:
                 raise ConfigError(
                     f"principals {other!r} and {one.name!r} have the same {what}; give each its own"

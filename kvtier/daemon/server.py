@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from kvtier.clock import monotonic
+from kvtier.clock import epoch, monotonic
 from kvtier.daemon.grants import Grants
 from kvtier.daemon.health import Watch
 from kvtier.daemon.limits import descriptors
@@ -31,6 +31,7 @@ from kvtier.daemon.settings import Ails, Settings, Started
 from kvtier.depot import Depot
 from kvtier.errors import KvtierError
 from kvtier.memory.arena import Arena
+from kvtier.recorder import Recorder
 from kvtier.seams import ThreadFlow
 
 __all__ = ["main"]
@@ -66,7 +67,14 @@ def main() -> int:
             table = Grants(grants, depot.arena.id)
             health = Watch(depot.troubles, functools.partial(_tell, told))
             turns = (pulse.beat, health.turn)
-            sessions = Sessions(depot, table, monotonic, share=wanted.share, turns=turns)
+            sessions = Sessions(
+                depot,
+                table,
+                monotonic,
+                share=wanted.share,
+                turns=turns,
+                recorder=_recorder(wanted, depot),
+            )
             server = Server(door, sessions, sessions.welcome, arena, wanted.uid, monotonic)
         except (KvtierError, OSError, MemoryError) as error:
             told.send(msgspec.json.encode(Started(wrong=_wrong(error))))
@@ -96,6 +104,12 @@ def _depot(settings: Settings, arena: int) -> Depot:
     """Open the tiers. Blocks."""
     memory = Arena(0, fd=os.dup(arena))
     return Depot.open(settings.config(), monotonic, ThreadFlow(), memory)
+
+
+def _recorder(settings: Settings, depot: Depot) -> Recorder | None:
+    if settings.record is None:
+        return None
+    return Recorder(settings.record, depot.flow, depot.metrics, monotonic, epoch())
 
 
 def _tell(link: socket.socket, troubles: Mapping[str, str]) -> bool:

@@ -30,6 +30,7 @@ from kvtier.daemon.session import Session
 from kvtier.depot import Depot
 from kvtier.errors import ConfigError, KvtierError, MisuseError, ProtocolError
 from kvtier.memory.arena import Slot
+from kvtier.recorder import Recorder
 
 __all__ = ["Session", "Sessions"]
 
@@ -47,6 +48,7 @@ class Sessions:
     depot: opened for this; it is closed with this, and so are the grants. share: of the arena that
     one session may hold by leases and plans, less pins, which have a limit of their own.
     again: finds the process of a number and a start time. turns: called by every ``tick``.
+    recorder: of what all clients ask; it is closed with this, too.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class Sessions:
         share: float = 0.5,
         again: Callable[[int, int], Process] = Process.again,
         turns: Sequence[Callable[[], object]] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         self._turns = turns
         self._depot = depot
@@ -79,7 +82,8 @@ class Sessions:
                 self._outs.died(_who(process))
         leases = handles(grants.generation)
         self._holds = Holds(depot, self._outs, leases, self._lock, clock, share)
-        self._calls = Calls(depot, self._outs, self._all, self._lock, self._holds)
+        self._recorder = recorder
+        self._calls = Calls(depot, self._outs, self._all, self._lock, self._holds, recorder)
 
     # ---- what earlier servers granted
 
@@ -252,6 +256,8 @@ class Sessions:
             for session in list(self._all.values()):
                 self._end(session)
         self._calls.close()
+        if self._recorder is not None:
+            self._recorder.close()
         self._depot.leave()
         with self._lock:
             self._grants.close()

@@ -9,6 +9,7 @@ import msgspec
 from kvtier.catalog.owners import Quota
 from kvtier.config import Config
 from kvtier.errors import ConfigError
+from kvtier.recorder import Recording
 
 __all__ = ["Ails", "Settings", "Started"]
 
@@ -17,13 +18,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A principal's daemon. tiers: URLs, DRAM first.
 
     uid: the principal's, who alone may connect, beside the daemon's own user. share: of the
-    arena, what one session may hold at most.
+    arena, what one session may hold at most. record: where requests of all clients are recorded.
     """
 
     tiers: tuple[str, ...]
     uid: int
     share: float = 0.5
     quotas: dict[str, Quota] = {}
+    record: Recording | None = None
 
     def config(self) -> Config:
         """Return them parsed. Raises ConfigError."""

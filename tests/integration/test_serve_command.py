@@ -66,7 +66,7 @@ ONE = '[principals.one]\nuid = 1\nsocket = "/run/1"\ntiers = ["dram:1MiB"]\n'
         ("[principals]\none = 1", "principal 'one' needs a table with uid, socket and tiers"),
         (ONE.replace("uid = 1", "uid = -1"), "the uid of principal 'one' must be a whole number"),
         (ONE.replace('"/run/1"', '""'), "'' is no path of a socket"),
-        ('socket = "x"\n' + ONE, "each of them has its own tiers and socket; take socket away"),
+        ('socket = "x"\n' + ONE, "its own tiers, socket and recording; take socket away"),
         (ONE + ONE.replace("one", "two"), "'one' and 'two' have the same uid; give each its own"),
         (
             ONE + ONE.replace("one", "two").replace("uid = 1", "uid = 2"),

@@ -28,9 +28,9 @@ FLOORS = [
     "device",
     "catalog",
     "copyplan copier transfer retention prefix",
-    "asking flow config opening desk plans depot local adviser",
+    "asking flow config opening desk plans depot local adviser recorder",
     "daemon",
-    "recorder upkeep cache __init__",
+    "upkeep cache __init__",
     "connectors",
     "engine planning bench testing cli __main__",
 ]
