@@ -20,31 +20,35 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
+from kvtier.clock import monotonic
 from kvtier.errors import ConfigError, Corrupt, Unavailable
-from kvtier.events import Causes
+from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, Header, RecordId
 from kvtier.seams import Future
 from kvtier.storage_backends.s3_batch import Batches
-from kvtier.storage_backends.s3_get import Getter, bucket_url, sender_for
-from kvtier.storage_backends.s3_medium import S3Medium
-from kvtier.storage_backends.s3_send import Answer
-from kvtier.storage_backends.s3_service import (
+from kvtier.storage_backends.s3_errors import (
     ABSENT_CODES,
-    PRICES,
+    NO_SERVICE,
     AbsentError,
     BrokenError,
+    error_code,
+    explain,
+    weather,
+)
+from kvtier.storage_backends.s3_get import Getter, bucket_url, sender_for
+from kvtier.storage_backends.s3_medium import KEEPS_VERSIONS, S3Medium
+from kvtier.storage_backends.s3_send import Answer
+from kvtier.storage_backends.s3_service import (
+    PRICES,
     Place,
     Settings,
     connect,
-    error_code,
-    explain,
     object_name,
     parse_addressing,
     parse_endpoint,
     parse_location,
     parse_timeout,
     record_of,
-    weather,
 )
 from kvtier.storage_backends.scratch import copy
 from kvtier.tiers.store import Capabilities, Option, Read, Span, Status, Write
@@ -112,7 +116,11 @@ class S3Store:
         try:
             client = connect(settings)
             store = cls(client, place, settings)
-            client.list_objects_v2(Bucket=place.bucket, Prefix=place.prefix, MaxKeys=1)
+            _check_listed(
+                client.list_objects_v2(Bucket=place.bucket, Prefix=place.prefix, MaxKeys=1)
+            )
+            if store.medium().keeps_versions():
+                Reporter(monotonic).warn(f"s3://{place.bucket}", KEEPS_VERSIONS)
             store._sender.counts = store.requests  # from now on
         except BaseException as error:
             for each in (store, client):
@@ -120,9 +128,8 @@ class S3Store:
                     each.close()
             if not isinstance(error, bad):
                 raise
-            raise ConfigError(
-                f"cannot use s3://{place.bucket}: {explain(error, settings)}"
-            ) from error
+            where = settings.endpoint or f"region {settings.region or 'of the AWS environment'}"
+            raise ConfigError(f"cannot use s3://{place.bucket}: {explain(error, where)}") from error
         return store
 
     @property
@@ -362,6 +369,12 @@ class _Job(NamedTuple):
     name: RecordId
     into: memoryview
     others: list[Future[None]]
+
+
+def _check_listed(answer: Mapping[str, object]) -> None:
+    """Raise BrokenError for what any web server may have said."""
+    if "IsTruncated" not in answer:
+        raise BrokenError(NO_SERVICE)
 
 
 def _stop(start: int, size: int, step: int) -> int:

@@ -10,7 +10,7 @@ from kvtier.deadline import current
 from kvtier.errors import Unavailable
 from kvtier.events import Causes, Reporter
 from kvtier.seams import Future, IoPool
-from kvtier.storage_backends.s3_service import (
+from kvtier.storage_backends.s3_errors import (
     AbsentError,
     LateError,
     cause_of,

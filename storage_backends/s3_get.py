@@ -108,6 +108,7 @@ def _refusal(answer: Answer) -> Exception:
         "Code": code[1].decode(errors="replace") if code else str(answer.status),
         "Message": message[1].decode(errors="replace") if message else "",
     }
-    metadata = {"HTTPStatusCode": answer.status}
+    headers = {name.lower(): value for name, value in answer.headers.items()}
+    metadata = {"HTTPStatusCode": answer.status, "HTTPHeaders": headers}
     error: Exception = ClientError({"Error": said, "ResponseMetadata": metadata}, "GetObject")
     return error

@@ -15,21 +15,20 @@ from kvtier.errors import Unavailable
 from kvtier.events import Causes
 from kvtier.identity.record import Header, RecordId
 from kvtier.seams import IoPool
-from kvtier.storage_backends.s3_service import (
-    ABSENT_CODES,
-    PRICES,
-    Place,
-    error_code,
-    explain,
-    weather,
-)
+from kvtier.storage_backends.s3_errors import ABSENT_CODES, error_code, explain, weather
+from kvtier.storage_backends.s3_service import PRICES, Place
 from kvtier.tiers.collection import Listed
 from kvtier.tiers.store import Span, Status
 
-__all__ = ["S3Medium"]
+__all__ = ["KEEPS_VERSIONS", "S3Medium"]
 
 CLAIM: Final = ".kvtier-collection"
 """The object below the prefix that says who collects: no record has such a name."""
+
+KEEPS_VERSIONS: Final = (
+    "the bucket keeps what is deleted as old versions, and they are paid for; give it a lifecycle "
+    "rule with NoncurrentVersionExpiration"
+)
 
 _TAKEN: Final = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
 _GIGABYTE_USD: Final = 0.023  # a month, as of PRICES
@@ -113,7 +112,7 @@ class S3Medium:
         return [key not in failed for key in keys]
 
     def keeps_versions(self) -> bool:
-        """See Medium; False where a rule expires what was deleted, or nobody can say."""
+        """See Medium; False where a rule expires all that was deleted, or nobody can say."""
         try:
             status = self._client.get_bucket_versioning(Bucket=self._place.bucket).get("Status")
         except weather():
@@ -124,7 +123,7 @@ class S3Medium:
         with contextlib.suppress(*weather()):
             answer = self._client.get_bucket_lifecycle_configuration(Bucket=self._place.bucket)
             rules = answer.get("Rules", ())
-        return not any("NoncurrentVersionExpiration" in rule for rule in rules)
+        return not any(_expires(rule, self._place.prefix) for rule in rules)
 
     # ---- who collects
 
@@ -190,6 +189,17 @@ class S3Medium:
             claim = _Claim("", 3600.0)
         age = (_server_time(answer) - answer["LastModified"]).total_seconds()
         return claim, age, answer["ETag"]
+
+
+def _expires(rule: Mapping[str, Any], prefix: str) -> bool:
+    """Say whether a rule expires old versions of all that is below the prefix."""
+    where = rule.get("Filter", {"Prefix": rule.get("Prefix", "")})
+    return (
+        rule.get("Status") == "Enabled"
+        and "NoncurrentVersionExpiration" in rule
+        and where.keys() <= {"Prefix"}  # or only what has a tag, or a size
+        and prefix.startswith(where.get("Prefix", ""))
+    )
 
 
 def _server_time(answer: Mapping[str, Any]) -> datetime:

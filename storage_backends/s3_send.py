@@ -29,7 +29,7 @@ from kvtier.clock import Clock, monotonic
 from kvtier.deadline import Deadline, current
 from kvtier.errors import ConfigError
 from kvtier.events import Causes
-from kvtier.storage_backends.s3_service import BrokenError
+from kvtier.storage_backends.s3_errors import BrokenError
 from kvtier.storage_backends.s3_wire import Door, Wire, connected
 
 __all__ = ["Answer", "Request", "Sender"]
@@ -174,7 +174,8 @@ class Sender:
             lines.append(f"Content-Length: {len(request.body)}")
         head = "\r\n".join([*lines, "", ""]).encode("latin-1")
         self.counts.note(_kind(request, url.query))
-        with _connecting(request.url):
+        by = f" by the proxy {_host('http', *proxy.place)}" if proxy else ""
+        with _connecting(_where(request.url) + by):
             wire = self._taken(door, deadline)
         try:
             with _exchanging(request.url):
@@ -314,11 +315,10 @@ def _refused_for_now(status: int) -> bool:
 
 
 @contextlib.contextmanager
-def _connecting(url: str) -> Iterator[None]:
+def _connecting(where: str) -> Iterator[None]:
     """Let what fails while connecting be called as botocore calls it."""
     from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError, SSLError
 
-    where = _where(url)
     try:
         yield
     except TimeoutError as error:

@@ -1,42 +1,29 @@
-"""The S3 service behind the store: how it is named and opened, and what its errors mean."""
+"""The S3 service behind the store: how it is named, and how a client of it is made."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from kvtier.errors import ConfigError, Corrupt, StoreError, unknown
+from kvtier.errors import ConfigError, unknown
 from kvtier.identity.record import RecordId
-from kvtier.tiers.store import Option, Status
+from kvtier.storage_backends.s3_errors import CREDENTIALS
+from kvtier.tiers.store import Option
 from kvtier.units import parse_seconds
 
 __all__ = [
-    "ABSENT_CODES",
-    "CREDENTIALS",
     "PRICES",
-    "AbsentError",
-    "BrokenError",
-    "LateError",
     "Place",
     "Settings",
-    "cause_of",
     "connect",
-    "error_code",
-    "explain",
     "object_name",
     "parse_addressing",
     "parse_endpoint",
     "parse_location",
     "parse_timeout",
     "record_of",
-    "refused",
-    "silence",
-    "status_of",
-    "weather",
 ]
 
 _KEY_HEX: Final = 64  # characters of a name that are the chunk key; the part follows a dash
@@ -45,45 +32,10 @@ _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()/=-]{0,512}")
 _SECRETIVE: Final = ("key", "secret", "token", "password", "credential")
 
-CREDENTIALS: Final = (
-    "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile by AWS_PROFILE, or an instance role"
-)
-_NO_CREDENTIALS: Final = frozenset(
-    {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError"}
-)
 PRICES: Final = {"PUT": 5e-6, "LIST": 5e-6, "GET": 4e-7, "HEAD": 4e-7, "DELETE": 0.0}
 """US dollars a request: S3 Standard, us-east-1, aws.amazon.com/s3/pricing, 2025."""
 
-_SERVER_ERROR: Final = 500
-_FULL_CODES: Final = frozenset({"XMinioStorageFull", "QuotaExceeded"})
-ABSENT_CODES: Final = frozenset({"404", "NoSuchKey", "NotFound"})
-_REMEDIES: Final = {
-    "404": "create the bucket, or correct its name",
-    "NoSuchBucket": "create the bucket, or correct its name",
-    "403": "let these credentials list, read, write and delete under the prefix",
-    "AccessDenied": "let these credentials list, read, write and delete under the prefix",
-    "InvalidAccessKeyId": f"the access key is not known there: {CREDENTIALS}",
-    "SignatureDoesNotMatch": f"the secret key does not belong to the access key: {CREDENTIALS}",
-    "ExpiredToken": "the session token has expired: renew it",
-    "InvalidToken": "the session token is not valid there: renew it",
-    "RequestTimeTooSkewed": "set this host's clock",
-    "PermanentRedirect": "the bucket lies in another region: name it by region=",
-    "301": "the bucket lies in another region: name it by region=",
-    "AuthorizationHeaderMalformed": "the bucket lies in another region: name it by region=",
-    "IllegalLocationConstraintException": "the bucket lies in another region: name it by region=",
-}
-
-
-class AbsentError(StoreError):
-    """There is no object of that name."""
-
-
-class BrokenError(StoreError):
-    """An answer that is short, late or not what was asked for; the object may be sound."""
-
-
-class LateError(StoreError):
-    """The time that the batch was given is over; that says nothing of the object."""
+_LONGEST_SECONDS: Final = 3600.0  # of a wait
 
 
 class Place(NamedTuple):
@@ -138,10 +90,10 @@ def parse_addressing(text: str) -> str:
 
 
 def parse_timeout(text: str) -> float:
-    """Return seconds, more than zero. Raises ConfigError."""
+    """Return seconds, above zero and not for ever. Raises ConfigError."""
     seconds = parse_seconds(text)
-    if seconds <= 0:
-        raise ConfigError(f"the timeout {text!r} must be more than zero, like 5s")
+    if not 0 < seconds <= _LONGEST_SECONDS:
+        raise ConfigError(f"the timeout {text!r} must be above zero and at most 1h, like 5s")
     return seconds
 
 
@@ -165,6 +117,11 @@ def parse_location(location: str) -> Place:
             "takes; use letters, digits and - _ . /"
         )
     prefix = prefix.strip("/")
+    if prefix and not {"", ".", ".."}.isdisjoint(prefix.split("/")):
+        raise ConfigError(
+            f"the prefix {prefix!r} has a step that is empty, . or .., which S3 services take for "
+            "different objects; leave it out"
+        )
     return Place(bucket, prefix and f"{prefix}/")
 
 
@@ -213,97 +170,10 @@ def connect(settings: Settings) -> Any:
     # The environment may name an endpoint too: only the client knows which.
     if not plain and not client.meta.endpoint_url.startswith("https:"):
         client = build(sign_payload=True)
+    client.meta.events.register_last("before-parameter-build.s3", _stay)
     return client
 
 
-# --------------------------------------------------------------------------- what an error means
-
-
-@functools.cache
-def weather() -> tuple[type[Exception], ...]:
-    """Return the errors that a network and a server can cause. Any other is a bug here."""
-    from botocore.exceptions import BotoCoreError, ClientError
-    from botocore.parsers import ResponseParserError
-    from urllib3.exceptions import HTTPError
-
-    return (BotoCoreError, ClientError, ResponseParserError, HTTPError, OSError, StoreError)
-
-
-@functools.cache
-def silence() -> tuple[type[Exception], ...]:
-    """Return the errors that mean that nobody answered."""
-    from botocore.exceptions import ConnectTimeoutError, EndpointConnectionError, ReadTimeoutError
-
-    return (ConnectTimeoutError, EndpointConnectionError, ReadTimeoutError)
-
-
-def _answer(error: Exception) -> tuple[str, int]:
-    """Return error code and HTTP status of what the server said; empty and 0 if it said nothing."""
-    response: Any = getattr(error, "response", None) or {}
-    status = response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
-    return str(response.get("Error", {}).get("Code", "")), int(status)
-
-
-def error_code(error: Exception) -> str:
-    """Return the code that the server gave; empty if it said nothing."""
-    return _answer(error)[0]
-
-
-def status_of(result: object) -> Status:
-    """Return the status that a result, or the error in its place, stands for."""
-    if not isinstance(result, Exception):
-        return Status.OK
-    if isinstance(result, Corrupt):
-        return Status.CORRUPT
-    if isinstance(result, AbsentError):
-        return Status.ABSENT
-    return Status.FULL if _is_full(result) else Status.FAILED
-
-
-def _is_full(error: Exception) -> bool:
-    code, status = _answer(error)
-    return status == HTTPStatus.INSUFFICIENT_STORAGE or code in _FULL_CODES
-
-
-def refused(error: Exception) -> bool:
-    """Say whether an error is about the service or the bucket, not about one object."""
-    from botocore.exceptions import IncompleteReadError, ResponseStreamingError
-
-    if isinstance(error, (StoreError, IncompleteReadError, ResponseStreamingError)):
-        return False
-    code, status = _answer(error)
-    return code in _REMEDIES or status == 0 or (status >= _SERVER_ERROR and not _is_full(error))
-
-
-def cause_of(error: Exception) -> str:
-    """Return a word or two for an error, of which there are few: a metric has one row for each."""
-    if isinstance(error, Corrupt):
-        return "corrupt"
-    if isinstance(error, LateError):
-        return "late"
-    from botocore.exceptions import IncompleteReadError, ResponseStreamingError
-    from botocore.parsers import ResponseParserError
-
-    broken = (BrokenError, IncompleteReadError, ResponseStreamingError, ResponseParserError)
-    if isinstance(error, broken):
-        return "broken answer"
-    return error_code(error) or type(error).__name__.removesuffix("Error")
-
-
-def explain(error: Exception, settings: Settings | None = None) -> str:
-    """Return cause and, where one is known, remedy, in one line."""
-    cause = " ".join(str(error).split()) or type(error).__name__
-    remedy = _REMEDIES.get(error_code(error), "")
-    name = type(error).__name__
-    if name in _NO_CREDENTIALS:
-        remedy = CREDENTIALS
-    elif isinstance(error, silence()) and settings is not None:
-        here = settings.endpoint or f"region {settings.region or 'of the AWS environment'}"
-        remedy = f"check {here} for a typing error, and that this host can reach it"
-    elif name == "ResponseParserError":
-        remedy = "what answers there is not an S3 service: check the endpoint"
-    elif name == "SSLError":
-        remedy = "name the authority that signed its certificate by AWS_CA_BUNDLE"
-    elif "Region" in name:
-        remedy = "name a region like region=eu-central-1"
-    return f"{cause}; {remedy}" if remedy else cause
+def _stay(context: dict[str, Any], **_: object) -> None:
+    """Let boto3 follow no bucket to another region: what it does not send would not go there."""
+    context["s3_redirect"] = {"redirected": True}

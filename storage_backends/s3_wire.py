@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 from kvtier.clock import Clock, monotonic
 from kvtier.deadline import Deadline
-from kvtier.storage_backends.s3_service import BrokenError, LateError
+from kvtier.storage_backends.s3_errors import BrokenError, LateError
 
 __all__ = ["Door", "Wire", "connected"]
 

@@ -36,6 +36,7 @@ KEY: Final = "kvtier:"
 
 _PORT: Final = 6379
 _MOST_DATABASES: Final = 1 << 16
+_LONGEST_SECONDS: Final = 3600.0  # of a wait
 _USER: Final = "KVTIER_VALKEY_USER"
 _PASSWORD: Final = "KVTIER_VALKEY_PASSWORD"  # noqa: S105  (the name of a variable)
 _CREDENTIALS: Final = f"set {_PASSWORD}, and {_USER} for a user of an ACL"
@@ -90,10 +91,10 @@ class Server(NamedTuple):
 
 
 def parse_timeout(text: str) -> float:
-    """Return seconds, more than zero. Raises ConfigError."""
+    """Return seconds, above zero and not for ever. Raises ConfigError."""
     seconds = parse_seconds(text)
-    if seconds <= 0:
-        raise ConfigError(f"the timeout {text!r} must be more than zero, like 5s")
+    if not 0 < seconds <= _LONGEST_SECONDS:
+        raise ConfigError(f"the timeout {text!r} must be above zero and at most 1h, like 5s")
     return seconds
 
 
@@ -116,7 +117,7 @@ def parse_location(location: str) -> Place:
     except ValueError:
         host, port, database = None, 0, ""
     number = int(database) if database.isdecimal() and database.isascii() else _MOST_DATABASES
-    if not location.startswith("//") or not host or number >= _MOST_DATABASES:
+    if not location.startswith("//") or not host or number >= _MOST_DATABASES or url.fragment:
         raise ConfigError(
             f"{location!r} names no server; write the tier like {_EXAMPLE}, or with a socket like "
             f"valkey:///run/valkey.sock?capacity=64GiB"

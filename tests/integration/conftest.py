@@ -128,3 +128,9 @@ def s3_objects_at(s3_server):
 def s3_objects(s3_objects_at, s3_location) -> Objects:
     """Return the objects of this test's location."""
     return s3_objects_at(s3_location)
+
+
+@pytest.fixture
+def s3_url(s3_server, s3_location) -> str:
+    """Return the URL of an s3 tier of this test's location."""
+    return f"s3:{s3_location}?capacity=1GiB&admission=through&endpoint={s3_server.endpoint}"

@@ -14,8 +14,8 @@ from kvtier.deadline import NEVER, Deadline, current, under
 from kvtier.errors import Unavailable
 from kvtier.seams import IoPool
 from kvtier.storage_backends.memory import MemoryStore
+from kvtier.storage_backends.s3_errors import BrokenError, LateError
 from kvtier.storage_backends.s3_send import Request, Sender
-from kvtier.storage_backends.s3_service import BrokenError, LateError
 from kvtier.storage_backends.s3_wire import Wire
 from kvtier.testing.records import NAMESPACE, aligned
 from kvtier.testing.small_catalog import Clock

@@ -67,7 +67,17 @@ def test_a_secret_in_the_url_is_refused_and_not_repeated(location):
 
 @pytest.mark.parametrize(
     "location",
-    ["", "//", "///", "host:6379", "//host:x", "//host:1/x", "//host:1/-1", "//host:1/99999999"],
+    [
+        "",
+        "//",
+        "///",
+        "host:6379",
+        "//host:x",
+        "//host:1/x",
+        "//host:1/-1",
+        "//host:1/99999999",
+        "//host:1/0#x",
+    ],
 )
 def test_a_malformed_location_is_refused(location):
     assert "write the tier like valkey://host:6379/0" in cause(location)
@@ -77,8 +87,9 @@ def test_a_malformed_location_is_refused(location):
 def test_malformed_options_are_refused(text):
     with pytest.raises(ConfigError, match="neither no nor yes"):
         ValkeyStore.OPTIONS["tls"].parse(text)
-    with pytest.raises(ConfigError, match="more than zero"):
-        ValkeyStore.OPTIONS["timeout"].parse("0s")
+    for timeout in ("0s", "61m"):
+        with pytest.raises(ConfigError, match="above zero and at most 1h"):
+            ValkeyStore.OPTIONS["timeout"].parse(timeout)
 
 
 def test_a_database_that_is_not_there(server):
