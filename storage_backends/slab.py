@@ -176,6 +176,11 @@ class Segment:
         """No slot is live, being written, or read."""
         return len(self.free) + len(self._resting) == self.slots
 
+    def is_at_rest(self, known: int) -> bool:
+        """Say whether nobody reads in it, and all its taken slots are the `known` ones."""
+        taken = self.slots - len(self.free) - len(self._resting)
+        return not self._readers and taken == known
+
     def offset(self, slot: int) -> int:
         """Return where a slot begins in the file."""
         return slot * self.stride

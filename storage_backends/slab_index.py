@@ -33,6 +33,7 @@ __all__ = [
     "WHERE",
     "Entry",
     "Index",
+    "IndexFull",
     "Page",
     "pack_entry",
     "unpack_entry",

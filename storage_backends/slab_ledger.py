@@ -241,9 +241,12 @@ class Ledger(Space):
         """Bring a batch into the index, into a new one if this one is full."""
         try:
             self._index.commit(batch.operations)
-        except IndexFull:
-            if self._clock() < self._again or not self._renew():
+        except IndexFull as error:
+            if self._clock() < self._again or not self._renew(batch):
                 raise
+            self._log.warn("made anew, without some records where there was no other room", error)
+            if self._synced:
+                self._files.sync(())  # unless the name of the new one is on the disk already
             self._index.commit(batch.operations)
 
     def _withdraw_later(self, batch: Batch) -> None:

@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, Corrupt, Unavailable
+from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import INDEX_FLOOR, PAGE, FileIO, Segment, Slabs, index_bytes_for
 from kvtier.storage_backends.slab_directory import FIXED_BYTES, SlabDirectory, boot_id
-from kvtier.storage_backends.slab_index import Index, Page
-from kvtier.storage_backends.slab_renewal import lots_of, remake
+from kvtier.storage_backends.slab_index import Index, IndexFull, Page
+from kvtier.storage_backends.slab_renewal import SPARE_BYTES, lots_of, remake
 from kvtier.storage_backends.slab_sound import read_sound
 from kvtier.units import format_bytes, format_least
 
@@ -59,8 +60,12 @@ def recover(directory: SlabDirectory, capacity: int, durability: str, io: FileIO
     index = None
     try:
         index, entries = _load(directory, capacity, synced=synced)
-        slabs, sequence, size = _account(directory, capacity, index, entries)
-        index = _resized(directory, index, size, synced=synced)
+        slabs, sequence, dropped = _account(directory, capacity, index, entries)
+        try:
+            index = _without(dropped, directory, index, slabs.index_bytes, synced=synced)
+        except IndexFull:  # even for deletions: it has to grow, and segments to go for that
+            slabs, sequence, dropped = _account(directory, capacity, index, entries, SPARE_BYTES)
+            index = _without(dropped, directory, index, slabs.index_bytes, synced=synced)
         _settle_sync(directory, index, slabs, io, synced=synced)
         directory.note(capacity, durability)
     except BaseException:
@@ -111,20 +116,23 @@ def _read(directory: SlabDirectory, *, synced: bool) -> tuple[Index, Page]:
 
 
 def _account(
-    directory: SlabDirectory, capacity: int, index: Index, entries: Page
-) -> tuple[Slabs, int, int]:
-    """Return the account, the greatest sequence, and how large the index should be."""
+    directory: SlabDirectory, capacity: int, index: Index, entries: Page, spare: int = 0
+) -> tuple[Slabs, int, list[RecordId]]:
+    """Return the account, the greatest sequence, and the names of entries that have to go.
+
+    spare: bytes by which the index has to grow.
+    """
     slabs = Slabs(capacity, FIXED_BYTES + directory.set_aside_bytes())
     segments = {segment.number: segment for segment in directory.segments()}
     kept = _whole(entries, segments)
     used = _slots(entries, kept)
-    surplus, size = _fitted(slabs, list(segments.values()), _ages(entries, kept), index.size)
+    ages = _ages(entries, kept)
+    if spare:
+        size = slabs.index_bytes = index.size + spare
+        surplus = _over(slabs, list(segments.values()), ages)
+    else:
+        surplus, size = _fitted(slabs, list(segments.values()), ages, index.size)
     kept &= ~np.isin(entries.where["segment"], list(surplus))
-    dropped = np.flatnonzero(~kept).tolist()
-    if dropped:
-        count = len(entries.names)
-        _logger.warning("%s: %d of %d records lost", directory.path, len(dropped), count)
-        index.commit(dict.fromkeys(entries.names[at] for at in dropped))
     slabs.index_bytes = size
     for number, segment in segments.items():
         slabs.next_number = max(slabs.next_number, number + 1)
@@ -134,16 +142,27 @@ def _account(
         os.truncate(directory.path / segment.name, segment.length)  # a tail was no whole slot
         segment.occupy(used.get(number, set()))
         slabs.add(segment)
-    return slabs, int(entries.where["sequence"].max(initial=0)), slabs.index_bytes
+    dropped = [entries.names[at] for at in np.flatnonzero(~kept).tolist()]
+    return slabs, int(entries.where["sequence"].max(initial=0)), dropped
 
 
-def _resized(directory: SlabDirectory, index: Index, size: int, *, synced: bool) -> Index:
-    """Return the index at the size that it is charged for: the same if it is not too large."""
+def _without(
+    dropped: Sequence[RecordId], directory: SlabDirectory, index: Index, size: int, *, synced: bool
+) -> Index:
+    """Return the index without some entries, at the size that it is charged for.
+
+    It is the same one if that is not too large.
+    """
+    if dropped:
+        _logger.warning("%s: %d records lost", directory.path, len(dropped))
     if size >= index.size:
         index.grow(size)
+        index.commit(dict.fromkeys(dropped))
         return index
+    gone = frozenset(dropped)
+    lots = ([one for one in lot if one[0] not in gone] for lot in lots_of(index))
     try:
-        remake(directory, size, lots_of(index))
+        remake(directory, size, lots)
     finally:
         index.close()
     return Index(directory.index, size, synced=synced)

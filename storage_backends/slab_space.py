@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -11,9 +12,10 @@ from kvtier.clock import Clock
 from kvtier.errors import Unavailable
 from kvtier.events import note
 from kvtier.storage_backends.slab import NO_ROOM, Segment
+from kvtier.storage_backends.slab_batch import Batch
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_recovery import Recovered
-from kvtier.storage_backends.slab_renewal import draft_bytes, renewed
+from kvtier.storage_backends.slab_renewal import by_age, draft_bytes, lots_of, renewed
 
 __all__ = ["Log", "Space"]
 
@@ -118,17 +120,29 @@ class Space:
         if too_large and self._clock() >= self._again:
             self._renew()
 
-    def _renew(self) -> bool:
-        with self._lock:
-            size = self._make_room_for_two()
-        if not size:
-            return False
-        try:
-            self._files.sweep()
-            new = renewed(self._directory, self._index, size, synced=self._synced)
-        except (OSError, Unavailable) as error:
-            self._log.warn("the index could not be written anew", error)
-            self._again = self._clock() + _RETRY_SECONDS
+    def _renew(self, full: Batch | None = None) -> bool:
+        """See `renew`. full: what finds no place in the index, not even to delete.
+
+        Then records go where there is no other room, those of whole segments.
+        """
+        going = self._going(by_age(self._index, full) if full else ())
+        size = self._make_room_for_two(going)
+        while size:
+            try:
+                self._files.sweep()
+                there = self._slabs.segments if full else None
+                lots = lots_of(self._index, there)
+                new = renewed(self._directory, size, lots, synced=self._synced)
+                break
+            except (OSError, Unavailable) as error:
+                no_room = isinstance(error, OSError) and error.errno in NO_ROOM
+                if no_room and self._let_go(going):
+                    size = self._make_room_for_two(going)
+                    continue
+                self._log.warn("the index could not be written anew", error)
+                self._again = self._clock() + _RETRY_SECONDS
+                return False
+        else:
             return False
         with self._lock:
             old, self._index = self._index, new
@@ -144,13 +158,31 @@ class Space:
             self._log.warn("a new index is not all it should be yet", error)
         return True
 
-    def _make_room_for_two(self) -> int:
+    def _make_room_for_two(self, going: Iterator[Segment]) -> int:
         """Return how large a new index may be beside the old one, 0 where there is no room."""
-        slabs, empty = self._slabs, iter(self._slabs.empty_segments())
+        slabs = self._slabs
         while slabs.capacity - slabs.charged < draft_bytes(slabs.slots):
-            segment = next(empty, None)
-            if segment is None:
+            if not self._let_go(going):
                 return 0
-            slabs.remove(segment)
-            self._files.remove(segment)
         return min(slabs.index_wanted, slabs.capacity - slabs.charged)
+
+    def _let_go(self, going: Iterator[Segment]) -> bool:
+        """Remove the next segment that can go; say whether there was one."""
+        with self._lock:
+            segment = next(going, None)
+            if segment is None:
+                return False
+            self._slabs.remove(segment)
+            self._files.remove(segment)
+            return True
+
+    def _going(self, others: Sequence[tuple[int, int]]) -> Iterator[Segment]:
+        """Yield, under the lock, segments that can go: empty ones, then those of `others` at rest.
+
+        others: their numbers, and how many slots of each nobody would miss.
+        """
+        yield from self._slabs.empty_segments()
+        for number, known in others:
+            segment = self._slabs.segments.get(number)
+            if segment is not None and segment.is_at_rest(known):
+                yield segment

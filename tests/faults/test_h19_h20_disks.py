@@ -14,9 +14,10 @@ import kvtier
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import Segment
 from kvtier.testing.faults import Rates
-from kvtier.testing.overrun import overrun
+from kvtier.testing.overrun import overrun, watched
+from kvtier.testing.short_index import short_index
 from kvtier.testing.small_catalog import Clock
-from kvtier.testing.toy import BLOCK, CHUNK, CHUNK_BYTES, GEOMETRY, Toy, prompt
+from kvtier.testing.toy import BLOCK, CHUNK, CHUNK_BYTES, GEOMETRY, NAMESPACE, Toy, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
 MIB = 1 << 20
@@ -106,6 +107,43 @@ def test_a_gib_through_64_mib_stays_within_them(tmp_path):
 def test_twin_whose_segments_are_free_of_charge_goes_beyond(tmp_path, monkeypatch):
     monkeypatch.setattr(Segment, "charge", property(lambda self: self.length // 2))
     assert overrun(tmp_path / "kv", 64 * MIB, 256 * MIB, every=0.005).most > 64 * MIB
+
+
+@pytest.fixture
+def nearly_full(folder):
+    """A toy engine on a tier whose index is about to be full, with no room for a second one."""
+    with short_index():
+        toy = Toy(
+            kvtier.open("dram:1MiB", f"lmdb:{folder}?capacity=8MiB&{ALL}", namespace=NAMESPACE)
+        )
+        with watched(folder, 0.05) as samples:
+            for seed in range(900):
+                toy.save(f"s{seed}", prompt(CHUNK, seed))
+            yield toy
+        assert max(samples) <= 8 * MIB
+        toy.close()
+
+
+def written_in_400_turns(toy) -> float:
+    metrics = toy.cache.metrics
+    before = metrics.get("spilled_bytes", tier="lmdb")
+    for seed in range(900, 1300):
+        toy.save(f"s{seed}", prompt(CHUNK, seed))
+        if seed % 10 == 0:
+            assert toy.load(f"l{seed}", prompt(CHUNK + 1, seed - 40))[2]
+    return metrics.get("spilled_bytes", tier="lmdb") - before
+
+
+def test_a_tier_whose_index_is_full_makes_room_by_itself(nearly_full, warnings_of):
+    """It goes on at once: nothing that is saved is dropped, and nothing fails."""
+    assert written_in_400_turns(nearly_full) == 400 * CHUNK_BYTES
+    assert len(warnings_of("made anew")) == 1
+    assert nearly_full.cache.metrics.get("tier_errors", tier="lmdb") == 0
+
+
+def test_twin_without_that_nothing_is_written_any_more(nearly_full, monkeypatch):
+    monkeypatch.setattr("kvtier.storage_backends.slab_space.by_age", lambda *_: [])
+    assert written_in_400_turns(nearly_full) < 300 * CHUNK_BYTES
 
 
 # -------------------------------------------------------------------------------------- H20

@@ -49,7 +49,7 @@ def test_twin_with_lmdbs_table_of_readers_the_map_is_full(
     """And one that readers have filled is made anew."""
     environment = lmdb.Environment
     if not renewed:
-        monkeypatch.setattr(Ledger, "_renew", lambda _: False)
+        monkeypatch.setattr(Ledger, "_renew", lambda *_: False)
 
     def with_table(*arguments: Any, **options: Any) -> Any:
         return environment(*arguments, **{**options, "lock": True})

@@ -6,18 +6,19 @@ import errno
 import os
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import pytest
 
-from kvtier.storage_backends import slab
 from kvtier.storage_backends.slab import index_bytes_for
 from kvtier.storage_backends.slab_directory import SlabDirectory
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_index import Index
 from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.testing.records import fetch, is_exact, make_record
+from kvtier.testing.short_index import short_index
 from kvtier.tiers.store import Status, Write
 
 MIB = 1 << 20
@@ -94,7 +95,7 @@ def test_an_index_that_churn_has_left_too_large_gives_its_bytes_back(
 
 
 def test_twin_without_that_it_keeps_them(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "_renew", lambda _: False)
+    monkeypatch.setattr(Ledger, "_renew", lambda *_: False)
     store = opened(CAPACITY, durability="none")
     churned(store)
     assert index_bytes(opened) > 1.8 * index_bytes_for(store._ledger._slabs.slots)
@@ -110,12 +111,9 @@ def full(store: Any) -> set[Status]:
 
 
 @pytest.fixture
-def short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Charge so little for a slot that pages which are filled in any order do not suffice."""
-    monkeypatch.setattr(slab, "SLOT_CHARGE", 380)
-    monkeypatch.setattr(slab, "INDEX_FLOOR", 40 * slab.PAGE)
-    monkeypatch.setattr("kvtier.storage_backends.slab_recovery.INDEX_FLOOR", 40 * slab.PAGE)
-    monkeypatch.setattr("kvtier.storage_backends.slab_index._MIN_OPERATIONS", 4)
+def short() -> Iterator[None]:
+    with short_index():
+        yield
 
 
 @pytest.mark.usefixtures("short")
@@ -127,7 +125,7 @@ def test_a_full_index_is_written_densely(opened: Any) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_twin_without_that_writes_fail(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ledger, "_renew", lambda _: False)
+    monkeypatch.setattr(Ledger, "_renew", lambda *_: False)
     assert FAILED in full(opened(64 * MIB, durability="none"))
 
 
