@@ -39,10 +39,10 @@ from kvtier.testing.slowed import SlowedStore
 from kvtier.transfer import CopyResult, CopyStatus
 
 BLOCK = 512
-CHUNK_BYTES = 4096
-DISK_BYTES = 10 << 10  # of a chunk with its header and its place in the index, about
+CHUNK_BYTES = 64 << 10
+DISK_BYTES = 70 << 10  # of a chunk with its header and its place in the index, about
 GEOMETRY = kvtier.Geometry(
-    (kvtier.Component(layers=1, heads=1, head_size=2),), block_tokens=(BLOCK,), chunk_tokens=BLOCK
+    (kvtier.Component(layers=1, heads=1, head_size=32),), block_tokens=(BLOCK,), chunk_tokens=BLOCK
 )
 NAMESPACE = kvtier.Namespace("timing model", GEOMETRY)
 SCALE = 10  # how much faster than the deployment that is meant

@@ -33,10 +33,10 @@ from kvtier.metrics import Metrics
 from kvtier.tiers.store import Status, Write
 from kvtier.tiers.tier import Tier, Written
 
-__all__ = ["Spiller"]
+__all__ = ["BATCH_BYTES", "Spiller"]
 
 _log = logging.getLogger("kvtier")
-_BATCH_BYTES: Final = 64 << 20
+BATCH_BYTES: Final = 64 << 20
 _BATCH_PARTS: Final = 128  # as many as are seen to in half a millisecond
 _FULL_TRIES: Final = 8
 _WAITING_NAMES: Final = 1 << 16
@@ -237,7 +237,7 @@ class Spiller:
     def _batch(self) -> list[_Job]:
         """Take the next jobs off the queue: a fraction of the budget, or room would cost all."""
         capacity = self._catalog.capacity(self._number)
-        left = _BATCH_BYTES if capacity is None else min(_BATCH_BYTES, capacity // 8)
+        left = BATCH_BYTES if capacity is None else min(BATCH_BYTES, capacity // 8)
         jobs: list[_Job] = []
         while self._queue and len(jobs) < _BATCH_PARTS:
             nbytes = self._queue[0].part.nbytes
@@ -328,7 +328,7 @@ class Spiller:
     def _lot(self, job: _Job) -> int:
         """Return how many parts to evict at a time: each lot costs a durable Store a commit."""
         capacity = self._catalog.capacity(self._number)
-        lot = _BATCH_BYTES if capacity is None else min(_BATCH_BYTES, capacity // 32)
+        lot = BATCH_BYTES if capacity is None else min(BATCH_BYTES, capacity // 32)
         return lot // self._tier.footprint(job.part.nbytes)
 
     def _fitting(self, jobs: list[_Job]) -> list[_Job]:

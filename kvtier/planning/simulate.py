@@ -1,8 +1,10 @@
 """Simulate: replay a trace through one tier of equal blocks, under the policies of the live cache.
 
-A request hits the leading run of its blocks that are there. Then all its blocks count as used,
-deepest first, so that a tail is older than its head. A block leaves only once nothing that hangs
-under it is left (no headless tails), except where `servable` is off, as most simulators have it.
+A request hits the leading run of its blocks that are there; these count as used, deepest first, so
+that a tail is older than its head. Then room is made for the others, all of it before the first of
+them comes in, and they come in heads first, as the live cache has it. A block leaves only once
+nothing that hangs under it is left (no headless tails). Where `servable` is off any block may
+leave, and blocks are used and come in one by one, deepest first, as most simulators have it.
 
 Two overlays lie above any policy, as in the live cache. Of priorities, all that may leave of a
 lower one leaves before any of a higher one. And what was not used for a time leaves anyway.
@@ -17,7 +19,7 @@ from typing import Final
 
 from kvtier.planning.trace import Trace
 from kvtier.policies.ages import Ages
-from kvtier.policies.base import Policy
+from kvtier.policies.base import Policy, RenewablePolicy
 
 __all__ = ["Hits", "Overlay", "Tier", "leading", "simulate"]
 
@@ -107,6 +109,7 @@ class Tier:
         self._kids = array("i", bytes(4 * trace.unique))
         self._aside: dict[int, None] = {}
         self._count = 0
+        self._held = _NONE
         self.entered = 0
 
     def pass_time(self, now: float) -> None:
@@ -121,51 +124,70 @@ class Tier:
                 self._drop(block)
 
     def use(self, blocks: Sequence[int], hits: int) -> None:
-        """Count a request's blocks as used, deepest first; those that are absent come in.
+        """Count a request's blocks as used; those that are absent come in.
 
         hits: blocks, from the first, that are there.
         """
-        inside = self.inside
-        for block in reversed(blocks[hits:]):
-            if inside[block]:
-                self._touch((block,))
-            else:
-                self._enter(block)
-        head = blocks[:hits]
-        if all(map(inside.__getitem__, head)):
-            self._touch(head)
-        else:  # room for the tail was made of it
-            for block in reversed(head):
-                if inside[block]:
-                    self._touch((block,))
-                else:
-                    self._enter(block)
+        if not self._servable:
+            for block in reversed(blocks):
+                if self.inside[block]:
+                    self._queue(block).policy.touch((block,))
+                elif self._count < self._capacity or self._evict():
+                    self.enter((block,))
+            return
+        self.touch(blocks[:hits])
+        room = self.make_room(len(blocks) - hits, blocks[hits - 1] if hits else _NONE)
+        if room:
+            self.touch(blocks[:hits], again=True)
+            self.enter(blocks[hits : hits + room])
 
-    def _touch(self, blocks: Sequence[int]) -> None:
+    def touch(self, blocks: Sequence[int], *, again: bool = False) -> None:
+        """Count those blocks of a prompt as used that are there. again: it is no new use."""
         if self._ages is not None:
             self._ages.used(blocks)
+        rows = blocks[::-1]
         if self._aside or any(queue.ready for queue in self._queues.values()):
-            for block in blocks:
-                queue = self._queue(block)
-                if block in self._aside or block in queue.ready:
+            for block in rows:
+                ready = self._queue(block).ready
+                if block in self._aside or block in ready:
                     self._aside.pop(block, None)
-                    queue.ready.pop(block, None)
-                    queue.policy.insert(block, block)
+                    ready.pop(block, None)
+                    self._insert(block)
         for queue in self._queues.values():
-            queue.policy.touch(blocks[::-1])
+            if again and isinstance(queue.policy, RenewablePolicy):
+                queue.policy.renew(rows)
+            else:
+                queue.policy.touch(rows)
 
-    def _enter(self, block: int) -> None:
-        if self._count == self._capacity and not self._evict():
-            return
-        self.inside[block] = 1
-        self._count += 1
-        self.entered += 1
-        parent = self._parent[block]
-        if parent != _NONE:
-            self._kids[parent] += 1
-        self._queue(block).policy.insert(block, block)
-        if self._ages is not None:
-            self._ages.enter(block)
+    def make_room(self, blocks: int, held: int) -> int:
+        """Evict until so many blocks have room, or nothing may leave; return how many have.
+
+        held: a block that must stay, since those continue it.
+        """
+        self._held = held
+        while self._capacity - self._count < blocks and self._evict():
+            pass
+        self._held = _NONE
+        if held in self._aside:
+            del self._aside[held]
+            self._queue(held).ready[held] = None
+        return min(blocks, self._capacity - self._count)
+
+    def enter(self, blocks: Sequence[int]) -> None:
+        """Let blocks come in, in this order, for which there is room."""
+        self._count += len(blocks)
+        self.entered += len(blocks)
+        for block in blocks:
+            self.inside[block] = 1
+            parent = self._parent[block]
+            if parent != _NONE:
+                self._kids[parent] += 1
+            self._insert(block)
+            if self._ages is not None:
+                self._ages.enter(block)
+
+    def _insert(self, block: int) -> None:
+        self._queue(block).policy.insert(block, block, self._parent[block])
 
     def _queue(self, block: int) -> _Queue:
         return self._queues[self._levels[block]] if self._levels else self._only
@@ -208,11 +230,11 @@ class Tier:
         while queue.ready:
             block = next(iter(queue.ready))
             del queue.ready[block]
-            if not self._kids[block]:
+            if not self._kids[block] and block != self._held:
                 return block
             self._aside[block] = None
         for block in queue.policy.victims():
-            if not self._servable or not self._kids[block]:
+            if not self._servable or not (self._kids[block] or block == self._held):
                 queue.policy.remove(block)
                 return block
             queue.policy.remove(block, evicted=False)

@@ -11,6 +11,7 @@ tier has the most hits of all. The same holds for the first tiers of a stack.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -18,6 +19,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
+from kvtier.catalog.spill import BATCH_BYTES
 from kvtier.clock import monotonic
 from kvtier.cost import Costs
 from kvtier.errors import ConfigError
@@ -27,9 +29,10 @@ from kvtier.planning.simulate import Hits, Overlay, Tier
 from kvtier.planning.trace import Trace
 from kvtier.policies.base import Policy
 
-__all__ = ["Level", "LevelResult", "Speeds", "Stack", "Times", "simulate_stack"]
+__all__ = ["Level", "LevelResult", "Speeds", "Stack", "Tiers", "Times", "simulate_stack"]
 
 _UNBOUNDED: Final = 1 << 62
+_NONE: Final = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +103,7 @@ class Stack(msgspec.Struct, frozen=True):
     dollars: float
 
 
-class _Tiers:
+class Tiers:
     """All tiers of one replay, and what they did after the warm-up."""
 
     def __init__(
@@ -112,11 +115,14 @@ class _Tiers:
         overlay: Overlay,
     ) -> None:
         self.tiers = []
+        self._parent = trace.parent
+        self._lots: list[int] = []  # blocks that the live cache writes at a time
         for level in levels:
             blocks = _UNBOUNDED if level.nbytes is None else level.nbytes // block_bytes
             if not blocks:
                 raise ConfigError(f"{level.name} has no room for one block of {block_bytes} bytes")
             most = min(blocks, trace.unique)
+            self._lots.append(max(min(BATCH_BYTES // block_bytes, blocks // 8), 1))
             self.tiers.append(Tier(trace, policy, most, servable=True, overlay=overlay))
         self.hits = [0] * len(levels)
         self.read = [0] * len(levels)
@@ -136,15 +142,38 @@ class _Tiers:
                 break
         return found
 
-    def use(self, blocks: Sequence[int]) -> None:
-        """Count a prompt as used by each tier."""
+    def serve(self, blocks: Sequence[int], found: int, loaded: int) -> None:
+        """Count a prompt as used by each tier; let come in what was loaded, and what was computed.
+
+        found: blocks, from the first, that were in some tier; loaded: those that are brought up.
+        """
         for tier in self.tiers:
-            run = 0
-            for block in blocks:
-                if not tier.inside[block]:
+            tier.touch(blocks[:found])
+        self._bring(blocks[:loaded], 0)
+        self._bring(blocks, found)
+
+    def _bring(self, blocks: Sequence[int], first: int) -> None:
+        """Let blocks from the first of a prompt on come into DRAM, and then into the tiers below.
+
+        As far as there is room, and the ones before them too where a tier below lacks them.
+        """
+        top, *lower = self.tiers
+        absent = [block for block in blocks[first:] if not top.inside[block]]
+        held = self._parent[absent[0]] if absent else _NONE
+        room = top.make_room(len(absent), held)
+        if room and first:  # a save marks once more what it continues
+            for tier in self.tiers:
+                tier.touch(blocks[:first], again=True)
+        top.enter(absent[:room])
+        for tier, lot in zip(lower, self._lots[1:], strict=True):
+            missing = [block for block in blocks if not tier.inside[block]]
+            there = list(itertools.takewhile(top.inside.__getitem__, missing))
+            for start in range(0, len(there), lot):
+                some = there[start : start + lot]
+                room = tier.make_room(len(some), self._parent[some[0]])
+                tier.enter(some[:room])
+                if room < len(some):
                     break
-                run += 1
-            tier.use(blocks, run)
 
 
 def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
@@ -168,7 +197,7 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
     """
     size, block_bytes = trace.block_tokens, trace.block_tokens * bytes_per_token
     costs = _costs(levels, speeds)
-    tiers = _Tiers(trace, levels, policy[1], block_bytes, overlay or Overlay())
+    tiers = Tiers(trace, levels, policy[1], block_bytes, overlay or Overlay())
     first = int(len(trace) * warmup)
     hits, skipped = Hits(), 0
     ttft: list[float] = []
@@ -192,7 +221,7 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
             skipped += most - usable
             plain.append(costs.recompute(0, tokens))
             ttft.append(load + costs.recompute(usable, tokens))
-        tiers.use(blocks)
+        tiers.serve(blocks, len(found), cut)
         if tell is not None and not number % 256:
             tell(f"{trace.name}: {policy[0]}", number, len(trace))
     hours = max(trace.last_time() - trace.time(first), 0.0) * seconds_per_unit / 3600
@@ -229,7 +258,7 @@ def _costs(levels: Sequence[Level], speeds: Speeds) -> Costs:
 
 
 def _count(
-    tiers: _Tiers,
+    tiers: Tiers,
     found: Sequence[int],
     levels: Sequence[Level],
     nbytes: int,
@@ -255,7 +284,7 @@ def _count(
 def _results(
     trace: Trace,
     levels: Sequence[Level],
-    tiers: _Tiers,
+    tiers: Tiers,
     written: Sequence[int],
     hits: Hits,
     terms: tuple[float, Prices, int, float],
@@ -287,7 +316,7 @@ def _results(
     return found
 
 
-def _held(tiers: _Tiers, number: int) -> int:
+def _held(tiers: Tiers, number: int) -> int:
     return sum(tiers.tiers[number].inside)
 
 

@@ -73,7 +73,7 @@ def test_a_last_block_that_is_not_full_counts_with_the_tokens_it_has():
     trace = Trace("t", BLOCK)
     for number in range(4):
         trace.add(number, BLOCK + 1, 1, ["a", "b"])
-    found = stacked(trace, level("dram", 1), level("lmdb", 2), always=True)
+    found = stacked(trace, level("dram", 2), level("lmdb", 3), always=True)
     assert sum(one.hit_tokens for one in found.levels) == 3 * (BLOCK + 1)
     assert found.levels[-1].reached == pytest.approx(found.hit_rate)
     assert found.levels[-1].reached <= found.levels[-1].bound

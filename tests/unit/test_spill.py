@@ -53,7 +53,7 @@ def test_a_batch_is_a_fraction_of_the_budget(new_spill):
 
 
 def test_a_batch_without_a_budget_has_a_bound_too(new_spill, monkeypatch):
-    monkeypatch.setattr(spill, "_BATCH_BYTES", 3 * PART_BYTES)
+    monkeypatch.setattr(spill, "BATCH_BYTES", 3 * PART_BYTES)
     bench = new_spill()
     bench.spill(chain(5))
     assert bench.numbers == [[0, 1], [2, 3], [4]]
