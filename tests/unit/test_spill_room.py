@@ -253,7 +253,7 @@ def test_a_tier_that_stays_full_is_given_up(new_spill):
 
 
 def test_a_lot_has_a_bound_whatever_the_budget(new_spill, monkeypatch):
-    monkeypatch.setattr(spill, "_BATCH_BYTES", 4 * FOOTPRINT)
+    monkeypatch.setattr(spill, "BATCH_BYTES", 4 * FOOTPRINT)
     old, young = chain(8), chain(1, seed=1)
     for bench in (new_spill(), new_spill(16, 1000 * FOOTPRINT)):
         bench.spill(old)
