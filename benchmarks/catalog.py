@@ -1,6 +1,6 @@
 """How fast and how small the Catalog is, and how both grow with the parts that it indexes.
 
-    python benchmarks/catalog.py [--json FILE]
+    python benchmarks/catalog.py [--json FILE] [--plot FILE.png]
 
 match     512 chunks with their names given, beside 512 bare dict look-ups among as many entries;
           each turn has names of its own, made anew, so that neither has their hashes or warms
@@ -31,6 +31,8 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from plot import draw, option
 
 from kvtier.catalog.catalog import Catalog, Part, Shelf
 from kvtier.catalog.lease import Lease
@@ -277,6 +279,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     arguments.add_argument("--json", type=Path)
+    option(arguments)
     options = arguments.parse_args()
     growth = {}
     for size in options.sizes:
@@ -293,6 +296,13 @@ def main() -> None:
     }
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    panels = {
+        "of a prompt, us": "growth.*.{match_us,dict_us,touch_us}",
+        "lease and release of 512 chunks, ms": "growth.*.lease_release_512_ms",
+        "evicting a part, us, in the mean": "evict_us.*",
+        "bytes of a part": "growth.*.bytes_per_part.*.traced",
+    }
+    draw(report, options.plot, panels)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the lossless codec saves and costs: on real KV, and over a link to a real S3 server.
 
-    python benchmarks/codec.py [--rounds N] [--only codec|link] [--json FILE]
+    python benchmarks/codec.py [--rounds N] [--only codec|link] [--json FILE] [--plot FILE.png]
 
 The KV is SmolLM2-135M's of Python's documentation, in bfloat16, in chunks of 256 tokens. In every
 round each contender has its turn.
@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 import zstandard
+from plot import draw, option
 from slow_link import SlowLink
 
 import kvtier
@@ -53,6 +54,7 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--only", choices=("codec", "link"))
     arguments.add_argument("--json", type=Path)
+    option(arguments)
     options = arguments.parse_args()
     found: Found = {}
     real = real_kv(CHUNKS, CHUNK)
@@ -71,6 +73,13 @@ def main() -> None:
         )
     if options.json:
         options.json.write_text(json.dumps(report(found), indent=1) + "\n")
+    panels = {
+        "GB/s of a core": "codec.*.gb_per_s",
+        "times smaller": "codec.ratio.*",
+        "saving over a link, s": "link.*.save_s",
+        "loading, s": "link.*.load_s",
+    }
+    draw(found, options.plot, panels)
 
 
 def report(found: Found) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from plot import option
 
 import kvtier
 from kvtier.bench.messages import LoadModel
@@ -235,7 +236,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    option(parser)
     parser.add_argument("--decisions", action="store_true", help="only what a decision takes")
     args = parser.parse_args()
     if args.decisions:

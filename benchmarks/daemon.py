@@ -1,6 +1,6 @@
 """What a daemon costs beside the same cache in one's own process.
 
-    python benchmarks/daemon.py [--rounds N] [--dir DIR] [--json FILE]
+    python benchmarks/daemon.py [--rounds N] [--dir DIR] [--json FILE] [--plot FILE.png]
 
 In every round each arm has its turn, so that whatever else the machine does meets all alike.
 
@@ -41,6 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from plot import draw, option
 
 import kvtier
 import kvtier.cache
@@ -55,18 +56,15 @@ from kvtier.tiers.store import Status, Write
 from kvtier.transfer import CopyResult, CopyStatus
 
 ARMS = ("in_process", "daemon")
-CHUNK = 256
-CHUNKS = 512
+CHUNK, CHUNKS = 256, 512
 SMALL = kvtier.Geometry((kvtier.Component(layers=1, heads=1, head_size=8),), chunk_tokens=CHUNK)
 LARGE = kvtier.Geometry((kvtier.Component(layers=32, heads=8, head_size=64),), chunk_tokens=CHUNK)
-LARGE_CHUNKS = 8
+LARGE_CHUNKS, IDLE, RECORDS, RECORD = 8, 256, 100_000, 4096
 LARGE_BYTES = LARGE_CHUNKS * LARGE.bytes_per_token * CHUNK
 BLOCKS = LARGE_CHUNKS * CHUNK // 16
 HANDOVER = ("planned", "whole", "in_process", "planned_in_process", "bare")
-IDLE = 256
-RECORDS = 100_000
-RECORD = 4096
 START_DRAM = (256 << 20, 1 << 30)  # for the time, and for the memory
+PANELS = {"match and lease, ms": "match_lease_512_ms.*.*", "16 MiB, us": "handover_16MiB_us.*"}
 LIMITS = {
     "match_lease_512_ms.more": "at most 0.3 ms",
     "handover_16MiB_us.p50": "at most 60 us",
@@ -383,6 +381,7 @@ def main() -> None:
     arguments.add_argument("--records", type=int, default=RECORDS)
     arguments.add_argument("--dir", type=Path, help="on the disk to measure")
     arguments.add_argument("--json", type=Path)
+    option(arguments)
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
         folder = Path(name)
@@ -394,6 +393,7 @@ def main() -> None:
     show(report)
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    draw(report, options.plot, PANELS)
 
 
 if __name__ == "__main__":

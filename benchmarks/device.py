@@ -1,6 +1,6 @@
 """How fast a device copies between an engine's blocks and slots, beside plain copies.
 
-    python benchmarks/device.py [--device cpu|cuda] [--json FILE]
+    python benchmarks/device.py [--device cpu|cuda] [--json FILE] [--plot FILE.png]
 
 gather, scatter: parts of 16 blocks in any order, 32 MiB of them in one call, from that until its
 fence is done, and by CPU time, which others on this machine disturb less, beside ``np.copyto`` of
@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from plot import draw, option
 
 from kvtier.device.base import HOLE, Copy, Device
 from kvtier.device.cpu import CpuDevice, CpuFence
@@ -47,6 +48,11 @@ SIZES = {"2MiB": 2 << 20, "16MiB": 16 << 20}
 ROUNDS = 25
 MEMORY = 256 << 20  # of each kind
 LIMITS = {"gather": 0.8, "scatter": 0.8, "submit": 30.0, "batch_us_per_run": 0.6, "layer 0": 0.15}
+PANELS = {
+    "times of copyto": "spread.over_copyto.*.{gather,scatter}",
+    "submitting a copy, us": "submit_us.*",
+    "planning one, us": "planned_us.*.{batch,staged,direct}",
+}
 KINDS = {
     "16 blocks": ("scattered", BLOCKS),
     "256 blocks": ("scattered", 256),
@@ -224,9 +230,12 @@ def main() -> int:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     arguments.add_argument("--json", type=Path)
+    option(arguments)
     options = arguments.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))
     if options.device == "cuda":
+        if options.plot:
+            arguments.error("--plot draws what the CPU gives, and nothing of a GPU's")
         return on_gpu(options.json)
     with closing(CpuDevice()) as device:
         told, checked = submit(device), submit(Checked(device))
@@ -269,6 +278,7 @@ def main() -> int:
     print("gpu: not run")
     if options.json:
         options.json.write_text(json.dumps({"cpu": cpu, "gpu": "not run"}, indent=1) + "\n")
+    draw(cpu, options.plot, PANELS)
     return 0
 
 

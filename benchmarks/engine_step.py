@@ -1,6 +1,6 @@
 """What fetch and spill at full speed cost an engine's steps, in its process and in another.
 
-    python benchmarks/engine_step.py [--dir DIR] [--rounds N] [--json FILE]
+    python benchmarks/engine_step.py [--dir DIR] [--rounds N] [--json FILE] [--plot FILE.png]
 
 The engine decodes eight requests at a time with one thread, on random weights. Beside it a Cache
 of its own saves new prompts and writes them to an NVMe tier, while it reads earlier ones back
@@ -33,6 +33,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from plot import draw, option
 
 import kvtier
 from kvtier.copyplan import CopyPlan
@@ -253,6 +254,7 @@ def main() -> None:
     arguments.add_argument("--dir", type=Path, default=Path(), help="on the disk to use")
     arguments.add_argument("--rounds", type=int, default=20, help="of 50 steps for each arm")
     arguments.add_argument("--json", type=Path)
+    option(arguments)
     options = arguments.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(dir=options.dir) as folder:
@@ -282,6 +284,8 @@ def main() -> None:
     print("limit: inside, or child, over outside 1.05")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    panels = {"a step, ms": "arms.*.{p50,p99}", "p99 over p99": "ratios.*.p99@1.05"}
+    draw(report, options.plot, panels)
 
 
 if __name__ == "__main__":

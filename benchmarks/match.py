@@ -1,6 +1,6 @@
 """How long `match` and `import kvtier` take, beside the arithmetic that bounds them.
 
-    python benchmarks/match.py [--json FILE]
+    python benchmarks/match.py [--json FILE] [--plot FILE.png]
 
 match: 131,072 tokens as an int32 array, all 512 chunks cached, hashing included; its bound is
 sha256 over the same bytes. import: in a fresh interpreter, alone and with what `kvtier.open`
@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from plot import draw, option
 
 import kvtier
 
@@ -31,9 +32,10 @@ def cached(tokens: np.ndarray) -> kvtier.Cache:
     """Return a cache that has every chunk of the prompt; a small part each, for the memory."""
     geometry = kvtier.Geometry((kvtier.Component(layers=1, heads=1, head_size=8),))
     cache = kvtier.open("dram:16MiB", namespace=kvtier.Namespace("bench", geometry))
-    taken, _ = cache._catalog.reserve(cache.prefix(tokens).parts(0))  # noqa: SLF001
+    catalog = cache._desk.catalog  # noqa: SLF001
+    taken, _ = catalog.reserve(cache.prefix(tokens).parts(0))
     for part, slot in taken:
-        cache._catalog.commit(part.name, slot, bytes(16))  # noqa: SLF001
+        catalog.commit(part.name, slot, bytes(16))
     return cache
 
 
@@ -61,6 +63,7 @@ def main() -> None:
     """Measure, interleaved, and print."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--json", type=Path)
+    option(arguments)
     options = arguments.parse_args()
     tokens = np.random.default_rng(0).integers(0, 50_000, TOKENS).astype(np.int32)
     names = ("match", "sha256", "import", "import_for_open", "import_numpy")
@@ -81,6 +84,14 @@ def main() -> None:
     print("limits: match 2 ms, import 150 ms")
     if options.json:
         options.json.write_text(json.dumps(report, indent=1) + "\n")
+    draw(
+        report,
+        options.plot,
+        {
+            "ms": "{match,sha256}@2",
+            "ms in a new process": "{import,import_for_open,import_numpy}@150",
+        },
+    )
 
 
 if __name__ == "__main__":

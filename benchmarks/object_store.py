@@ -1,6 +1,6 @@
 """How the object tier moves bytes, finds prompts and fails, on a real S3 server of this host.
 
-    python benchmarks/object_store.py [--rounds N] [--json FILE]
+    python benchmarks/object_store.py [--rounds N] [--json FILE] [--plot FILE.png]
 
 get      objects of 16 MiB into slots by the Tier, beside raw clients with as many requests in
          flight: boto3 and http.client with botocore's signatures, whole objects and ranges of
@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from far_proxy import FarProxy
 from msgspec import structs
+from plot import draw, option
 from raw_clients import LARGE, RANGE, raw_clients
 
 import kvtier
@@ -55,6 +56,13 @@ SMALL_CHUNKS = kvtier.Namespace(
     "small", kvtier.Geometry((kvtier.Component(1, 1, 1),), "int8", (BLOCK,), BLOCK)
 )
 
+PANELS = {
+    "GB/s": "get.*.gb_per_s",
+    "CPU s a GB": "get.*.cpu_s_per_gb",
+    "looking up 512 chunks, ms": "lookup_512.{engine_ms,ms}",
+    "p99 of a hit here while S3 hangs, ms": "while_hung.*.{base,hung}",
+    "and how late, ms": "while_hung.{timer_late_ms,over_deadline_ms}",
+}
 Found = dict[str, list[float]]
 
 
@@ -63,6 +71,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--json", type=Path)
+    option(arguments)
     options = arguments.parse_args()
     found: Found = {}
     with SeaweedServer() as server, tempfile.TemporaryDirectory() as folder:
@@ -77,6 +86,7 @@ def main() -> None:
         )
     if options.json:
         options.json.write_text(json.dumps(report(found), indent=1) + "\n")
+    draw(found, options.plot, PANELS)
 
 
 def report(found: Found) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from plot import option
 
 import kvtier
 from kvtier.config import Config, TierConfig
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=float, default=0.3)
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    option(parser)
     args = parser.parse_args()
     if args.requests < 10 or not 0 <= args.warmup < 1:
         parser.error("--requests must be at least 10, --warmup a fraction below 1")

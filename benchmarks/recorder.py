@@ -3,7 +3,7 @@
 The same prompts are matched in turns, by a cache that records and by one that does not, in calls
 at a steady pace, as an engine's scheduler makes them. Usage::
 
-    python benchmarks/recorder.py [--chunks 512] [--seconds 20] [--json FILE]
+    python benchmarks/recorder.py [--chunks 512] [--seconds 20] [--json FILE] [--plot FILE.png]
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+from plot import draw, option
 
 from kvtier.testing.toy import CHUNK, dram, opened
 
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--chunks", type=int, default=512, help="of a prompt")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--json", type=Path)
+    option(parser)
     args = parser.parse_args()
     chance = np.random.default_rng(7)
     caches = {"plain": opened(dram(32)).cache, "recording": opened(dram(32)).cache}
@@ -65,6 +67,7 @@ def main() -> int:
     print(json.dumps(report, indent=2))
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
+    draw(report, args.plot, {"a match, us": "{plain,recording}.*"})
     return 0
 
 

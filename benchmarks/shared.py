@@ -1,6 +1,6 @@
 """How fast what hosts share moves records, beside the plain client of its medium.
 
-    python benchmarks/shared.py [--dir DIR] [--rounds N] [--json FILE]
+    python benchmarks/shared.py [--dir DIR] [--rounds N] [--json FILE] [--plot FILE.png]
 
 Records of 5,898,240 bytes, 16 a call. In every round each contender has its turn.
 
@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import valkey
+from plot import draw, option
 
 from kvtier.seams import IoPool
 from kvtier.storage_backends.files import FilesStore
@@ -134,6 +135,7 @@ def main() -> None:
     arguments.add_argument("--dir", type=Path, default=Path(), help="on the disk to measure")
     arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--json", type=Path)
+    option(arguments)
     options = arguments.parse_args()
     records = [make_record(number, RECORD) for number in range(COUNT)]
     with on_valkey(records) as contenders:
@@ -156,6 +158,8 @@ def main() -> None:
         )
     if options.json:
         options.json.write_text(json.dumps({"gb_per_s": found, "ratios": ratios}, indent=1) + "\n")
+    panels = {"GB/s": "got.*", "of the client library, or plain files": "of.*@1"}
+    draw({"got": found, "of": ratios}, options.plot, panels)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How fast each tier moves the records of a real chunk, beside the limit of its medium.
 
-    python benchmarks/tiers.py [--dir DIR] [--rounds N] [--json FILE]
+    python benchmarks/tiers.py [--dir DIR] [--rounds N] [--json FILE] [--plot FILE.png]
 
 Records of 5,898,240 bytes: 256 tokens of SmolLM2-135M in bfloat16. In every round each contender
 has its turn, so that whatever else the machine does meets all alike.
@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
+from plot import draw, option
 
 from kvtier.device.base import Copy
 from kvtier.device.cpu import CpuDevice
@@ -175,6 +176,7 @@ def main() -> None:
     arguments.add_argument("--dir", type=Path, default=Path(), help="on the disk to measure")
     arguments.add_argument("--rounds", type=int, default=9)
     arguments.add_argument("--json", type=Path)
+    option(arguments)
     options = arguments.parse_args()
     found = measure(dram(), options.rounds)
     with tempfile.TemporaryDirectory(dir=options.dir) as folder, lmdb(Path(folder)) as contenders:
@@ -199,6 +201,7 @@ def main() -> None:
         )
     if options.json:
         options.json.write_text(json.dumps({"gb_per_s": found, "ratios": ratios}, indent=1) + "\n")
+    draw({"got": found, "of": ratios}, options.plot, {"GB/s": "got.*", "of its bound": "of.*@1"})
 
 
 if __name__ == "__main__":

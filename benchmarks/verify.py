@@ -1,6 +1,6 @@
 """How fast `kvtier verify` and `kvtier inspect` are, beside what bounds them.
 
-    python benchmarks/verify.py [--json FILE] [--dir DIR] [--megabytes N]
+    python benchmarks/verify.py [--json FILE] [--plot FILE.png] [--dir DIR] [--megabytes N]
 
 verify: beside reads of the same segments by as many threads, past the page cache, with nothing
 done to the bytes. inspect: CPU seconds for an index of 100,000 records, put into LMDB alone.
@@ -19,6 +19,8 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+from plot import draw, option
 
 from kvtier.identity.record import Header, Part
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
@@ -106,6 +108,7 @@ def main() -> None:
     """Measure, interleaved, and print."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--json", type=Path)
+    option(arguments)
     arguments.add_argument("--dir", type=Path, help="on the device to measure")
     arguments.add_argument("--megabytes", type=int, default=512, help="of records of each size")
     options = arguments.parse_args()
@@ -123,6 +126,8 @@ def main() -> None:
         print(f"inspect         {seconds:.2f} CPU s for {RECORDS:,} records")
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    panels = {"of plain reads": "verify.*.ratio_plain_reads@1", "bytes/s": "verify.*.bytes_per_s"}
+    draw(report, options.plot, panels)
 
 
 if __name__ == "__main__":
