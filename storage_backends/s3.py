@@ -28,9 +28,9 @@ from kvtier.seams import Future
 from kvtier.storage_backends.s3_batch import Batches
 from kvtier.storage_backends.s3_errors import (
     ABSENT_CODES,
-    NO_SERVICE,
     AbsentError,
     BrokenError,
+    contents,
     error_code,
     explain,
     weather,
@@ -116,9 +116,7 @@ class S3Store:
         try:
             client = connect(settings)
             store = cls(client, place, settings)
-            _check_listed(
-                client.list_objects_v2(Bucket=place.bucket, Prefix=place.prefix, MaxKeys=1)
-            )
+            contents(client.list_objects_v2(Bucket=place.bucket, Prefix=place.prefix, MaxKeys=1))
             if store.medium().keeps_versions():
                 Reporter(monotonic).warn(f"s3://{place.bucket}", KEEPS_VERSIONS)
             store._sender.counts = store.requests  # from now on
@@ -188,7 +186,7 @@ class S3Store:
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._place.bucket, Prefix=self._place.prefix
             )
-            for item in itertools.chain.from_iterable(p.get("Contents", ()) for p in pages):
+            for item in itertools.chain.from_iterable(map(contents, pages)):
                 name = self._id_of(item["Key"])
                 if name is not None and item["Size"] >= HEADER_BYTES:
                     written = int(item["LastModified"].timestamp() * 1e3)
@@ -369,12 +367,6 @@ class _Job(NamedTuple):
     name: RecordId
     into: memoryview
     others: list[Future[None]]
-
-
-def _check_listed(answer: Mapping[str, object]) -> None:
-    """Raise BrokenError for what any web server may have said."""
-    if "IsTruncated" not in answer:
-        raise BrokenError(NO_SERVICE)
 
 
 def _stop(start: int, size: int, step: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from http import HTTPStatus
@@ -17,11 +17,11 @@ from kvtier.tiers.store import Status
 __all__ = [
     "ABSENT_CODES",
     "CREDENTIALS",
-    "NO_SERVICE",
     "AbsentError",
     "BrokenError",
     "LateError",
     "cause_of",
+    "contents",
     "error_code",
     "explain",
     "refused",
@@ -33,9 +33,9 @@ __all__ = [
 CREDENTIALS: Final = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile by AWS_PROFILE, or an instance role"
 )
-NO_SERVICE: Final = "what answers there is no S3 service: check the endpoint"
 ABSENT_CODES: Final = frozenset({"404", "NoSuchKey", "NotFound"})
 
+_NO_SERVICE: Final = "what answers there is no S3 service: check the endpoint"
 _RIGHTS: Final = "let these credentials list, read, write and delete under the prefix"
 _REMEDIES: Final = {
     "404": "create the bucket, or correct its name or the endpoint",
@@ -103,6 +103,14 @@ def _answer(error: Exception) -> tuple[str, int]:
 def error_code(error: Exception) -> str:
     """Return the code that the server gave, or the status; empty if it said nothing."""
     return _answer(error)[0]
+
+
+def contents(page: Mapping[str, Any]) -> Sequence[Mapping[str, Any]]:
+    """Return what a page of a list has. Raises BrokenError for what any web server may say."""
+    if "IsTruncated" not in page:
+        raise BrokenError(_NO_SERVICE)
+    found: Sequence[Mapping[str, Any]] = page.get("Contents", ())
+    return found
 
 
 def status_of(result: object) -> Status:
@@ -180,7 +188,7 @@ def _remedy(error: Exception, where: str) -> str:
     elif isinstance(error, silence()) and where:
         remedy = f"check {where} for a typing error, and that this host can reach it"
     elif name == "ResponseParserError":
-        remedy = NO_SERVICE
+        remedy = _NO_SERVICE
     elif name == "SSLError":
         remedy = _tls_remedy(str(error))
     elif "Region" in name:

@@ -15,7 +15,7 @@ from kvtier.errors import Unavailable
 from kvtier.events import Causes
 from kvtier.identity.record import Header, RecordId
 from kvtier.seams import IoPool
-from kvtier.storage_backends.s3_errors import ABSENT_CODES, error_code, explain, weather
+from kvtier.storage_backends.s3_errors import ABSENT_CODES, contents, error_code, explain, weather
 from kvtier.storage_backends.s3_service import PRICES, Place
 from kvtier.tiers.collection import Listed
 from kvtier.tiers.store import Span, Status
@@ -82,7 +82,7 @@ class S3Medium:
         try:
             for page in pages:
                 now = _server_time(page)
-                for item in page.get("Contents", ()):
+                for item in contents(page):
                     if item["Key"] == self._place.prefix + CLAIM:
                         continue
                     age = (now - item["LastModified"]).total_seconds()

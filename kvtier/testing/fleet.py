@@ -85,10 +85,16 @@ R = TypeVar("R", bound=Reply)
 
 
 class Host:
-    """One host of a fleet, seen from the test. For one thread; a context manager."""
+    """One host of a fleet, seen from the test. For one thread; a context manager.
 
-    def __init__(self, tiers: Sequence[str], env: Mapping[str, str]) -> None:
+    inside: what goes before the command of its process, such as the door of a network namespace.
+    """
+
+    def __init__(
+        self, tiers: Sequence[str], env: Mapping[str, str], inside: Sequence[str] = ()
+    ) -> None:
         self._tiers = tiers
+        self._inside = inside
         self._env = {**os.environ, **env}
         self._process: subprocess.Popen[bytes] | None = None
         self.start()
@@ -96,7 +102,7 @@ class Host:
     def start(self) -> None:
         """Start its process; it is ready when its first answer comes."""
         self._process = subprocess.Popen(  # noqa: S603  (our own command)
-            with_parent([sys.executable, "-m", __name__, *self._tiers]),
+            [*self._inside, *with_parent([sys.executable, "-m", __name__, *self._tiers])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=self._env,

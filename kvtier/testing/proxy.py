@@ -6,6 +6,8 @@ import asyncio
 import enum
 import random
 import re
+import socket
+import ssl
 import threading
 import time
 from collections import Counter
@@ -81,12 +83,23 @@ class DelayProxy:
     is not held up. ``inject`` breaks requests from then on, ``storm`` some of them. Runs an
     asyncio loop on one daemon thread between ``__enter__`` and ``__exit__``; use it from any
     thread.
+    listener: a socket to accept at, in place of one on this host; it is closed at the end. tls: how
+    it speaks TLS with its clients.
     """
 
-    def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        target_port: int,
+        delay_s: float = 0.0,
+        listener: socket.socket | None = None,
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.requests = 0
         self.broken: Counter[Fault] = Counter()
-        self.port = 0
+        self.host, self.port = "127.0.0.1", 0
+        self._listener = listener
+        self._tls = tls
+        self._clients: dict[asyncio.StreamWriter, None] = {}
         self._target = target_port
         self._half = delay_s / 2
         self._rates: Mapping[Fault, float] = {}
@@ -101,7 +114,7 @@ class DelayProxy:
     @property
     def endpoint(self) -> str:
         """The URL to use in place of the server's."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self._tls else 'http'}://{self.host}:{self.port}"
 
     def inject(self, fault: Fault, only: str = "", other: bytes = b"") -> None:
         """Apply `fault` to each request whose first line has `only` in it, from now on.
@@ -120,6 +133,14 @@ class DelayProxy:
     def slow(self, delay_s: float) -> None:
         """Be so many seconds of round-trip time away, for connections from now on."""
         self._half = delay_s / 2
+
+    def hang_up(self) -> None:
+        """End all connections, in order; clients may come again."""
+        self._loop.call_soon_threadsafe(self._hang_up)
+
+    def _hang_up(self) -> None:
+        for writer in tuple(self._clients):
+            writer.close()
 
     def _fault_of(self, head: bytes) -> Fault:
         """Draw what becomes of a request. On the loop."""
@@ -158,16 +179,23 @@ class DelayProxy:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
-        server = await asyncio.start_server(self._client, "127.0.0.1", 0, limit=_PIECE)
-        self.port = server.sockets[0].getsockname()[1]
+        listener = self._listener or socket.create_server((self.host, 0))
+        server = await asyncio.start_server(
+            self._client, sock=listener, limit=_PIECE, ssl=self._tls
+        )
+        self.host, self.port = listener.getsockname()
         self._ready.set()
         await self._stop.wait()
         # Not wait_closed: clients may hold connections open. The runner cancels their tasks.
         server.close()
+        for writer in self._clients:
+            writer.transport.abort()  # by TLS a client would have to agree
+        await asyncio.sleep(0)
 
     async def _client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         there: asyncio.StreamWriter | None = None
         back: asyncio.Task[None] | None = None
+        self._clients[writer] = None
         try:
             answers, there = await asyncio.open_connection("127.0.0.1", self._target, limit=_PIECE)
             link = _Link(self._half, writer)
@@ -176,6 +204,7 @@ class DelayProxy:
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # one side, or this proxy, has gone; the others learn of it below
         finally:
+            del self._clients[writer]
             if back is not None:
                 back.cancel()
             for each in (there, writer):

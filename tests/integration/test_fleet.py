@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,9 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from kvtier.errors import ConfigError
 from kvtier.testing.fleet import LIAR, Host, Load, Loaded, Save, Saved
 from kvtier.testing.proxy import DelayProxy, Fault
 from kvtier.testing.toy import dram
+from kvtier.testing.yard import Yard
 
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
@@ -25,24 +28,28 @@ TOKENS = 400  # of a prompt
 WHOLE = 384  # what is reused of it
 HEAL_SECONDS = 30.0
 LONGEST = 20.0  # seconds of a load, whatever the bucket does: its fetch may take five
+REASON = re.compile(r'tier_faults_total\{tier="s3",reason="([^"]+)"\}')
 _seeds = itertools.count(1)
 
 
 class Fleet:
     """Hosts A, B, C and the way of each to the bucket."""
 
-    def __init__(self, server, location, folder) -> None:
-        self.location, self.folder = location, folder
+    def __init__(self, server, location, folder, yard: Yard | None = None) -> None:
+        self.location, self.folder, self.yard = location, folder, yard
         self.env = {**server.env(), "AWS_CONFIG_FILE": os.devnull, "OMP_NUM_THREADS": "1"}
-        self.proxies = [DelayProxy(server.port).__enter__() for _ in range(4)]
+        listeners = [None] * 4 if yard is None else [yard.listener]
+        self.proxies = [DelayProxy(server.port, listener=at).__enter__() for at in listeners]
         self.hosts = [self.host(number) for number in range(3)]
 
     def host(self, number: int, name: str = "", **env: str) -> Host:
         """Start a host; hosts of one number have one way to the bucket."""
         disk = f"lmdb:{self.folder}/{name or number}?capacity=64MiB&admission=through"
-        way = f"endpoint={self.proxies[number].endpoint}&connect_timeout=1s&read_timeout=1s"
+        proxy = self.proxies[number % len(self.proxies)]
+        way = f"endpoint={proxy.endpoint}&connect_timeout=1s&read_timeout=1s"
         bucket = f"s3:{self.location}?capacity=unbounded&admission=through&{way}"
-        return Host([dram(64), disk, bucket], {**self.env, **env})
+        inside = self.yard.inside(number) if self.yard else ()
+        return Host([dram(64), disk, bucket], {**self.env, **env}, inside)
 
     def close(self) -> None:
         for host in self.hosts:
@@ -58,6 +65,26 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(s3_server, s3_bucket, tmp_path_factory) -> Iterator[Fleet]:
     one = Fleet(s3_server, f"//{s3_bucket}/fleet", tmp_path_factory.mktemp("fleet"))
+    yield one
+    one.close()
+
+
+@pytest.fixture(scope="module")
+def yard() -> Iterator[Yard]:
+    """Return three hosts in network namespaces of their own, or say that there can be none."""
+    one = Yard(3)
+    try:
+        one.__enter__()
+    except ConfigError as refused:
+        pytest.skip(str(refused))
+    yield one
+    one.__exit__(None, None, None)
+
+
+@pytest.fixture(scope="module")
+def apart(yard, s3_server, s3_bucket, tmp_path_factory) -> Iterator[Fleet]:
+    """Return a fleet on those hosts."""
+    one = Fleet(s3_server, f"//{s3_bucket}/apart", tmp_path_factory.mktemp("apart"), yard)
     yield one
     one.close()
 
@@ -187,6 +214,29 @@ def test_fleet_a_partition_heals(fleet, seeds):
     until_loaded(b, others)
     b.save(mine, TOKENS)
     until_loaded(a, old)
+
+
+def test_fleet_a_cable_is_pulled_and_plugged_in_again(apart, seeds):
+    """The same by a network that drops all packets of B, and tells nobody."""
+    a, b, c = apart.hosts
+    old, mine, others, later = (seeds(2) for _ in range(4))
+    assert a.save(old, TOKENS).flushed
+    until_loaded(b, old)
+    apart.yard.pull(1)
+    b.save(mine, TOKENS, flush=0.1)
+    assert a.save(others, TOKENS).flushed
+    until_loaded(c, others)
+    found = b.load(others, TOKENS)
+    harmless(found)
+    assert found.tokens == [0, 0]
+    until_loaded(b, [*old, *mine])  # from its own disk
+    causes = set(REASON.findall(" ".join(b.figures())))
+    assert causes <= {"ConnectTimeout", "ReadTimeout", "EndpointConnection", "late"}, "a reset"
+    assert causes & {"ConnectTimeout", "ReadTimeout"}, b.figures()
+    apart.yard.plug(1)
+    until_loaded(b, others)
+    assert b.save(later, TOKENS).flushed
+    until_loaded(a, later)
 
 
 def test_fleet_two_collections_under_load(fleet, seeds, s3_server):

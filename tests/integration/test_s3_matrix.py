@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -15,8 +16,10 @@ from kvtier.identity.record import checksum
 from kvtier.storage_backends.s3 import S3Store
 from kvtier.testing.proxy import CHAOS, DelayProxy, Fault
 from kvtier.testing.records import make_record
+from kvtier.testing.tls import self_signed
 from kvtier.testing.toy import Toy, dram, opened, prompt
-from kvtier.tiers.store import Status, Write
+from kvtier.tiers.breaker import FAILURES, REST_SECONDS
+from kvtier.tiers.store import Span, Status, Write
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
 
@@ -24,7 +27,9 @@ CONNECT, READ = 0.2, 0.25
 ATTEMPTS, BACKOFF = 2, 1.0
 BUSY = 4.0  # what a machine with other work may take besides
 BOUND = ATTEMPTS * (CONNECT + READ) + BACKOFF + BUSY  # of one call
-SIZE = 50_000
+SIZE, LARGE = 50_000, (1 << 20) + 1
+SPAN = 10_000
+HEAL_SECONDS = 30.0
 FAULTS = [fault for fault in Fault if fault is not Fault.NONE]
 TOKENS = 400
 
@@ -42,7 +47,7 @@ def store(s3_open, proxy) -> S3Store:
 
 def read(store: S3Store, records: list[Write]) -> list[Status]:
     """Read records and check that what is said to be one is that one."""
-    buffers = [memoryview(bytearray(SIZE)) for _ in records]
+    buffers = [memoryview(bytearray(len(one.data))) for one in records]
     found = store.read_many([one.header.id for one in records], buffers)
     for one, record, buffer in zip(found, records, buffers, strict=True):
         if one.status is Status.OK and one.header == record.header:
@@ -53,48 +58,102 @@ def read(store: S3Store, records: list[Write]) -> list[Status]:
 
 
 def in_time(call: Callable[[], list[Status]]) -> list[Status]:
-    """Return what a call says, all FAILED if it raises Unavailable; it must end in time."""
+    """Return what a call says, FAILED if it raises Unavailable; it must end in time."""
     began = time.monotonic()
     try:
         said = call()
     except Unavailable:
-        said = [Status.FAILED] * 3
+        said = [Status.FAILED]
     assert time.monotonic() - began < BOUND
     return said
 
 
+class Verbs:
+    """What is done to a store, and what is there before: each verb has records of its own."""
+
+    def __init__(self, store: S3Store) -> None:
+        self.store = store
+        self.there = [make_record(number, SIZE) for number in range(3)]
+        self.old = make_record(3, SIZE)
+        self.new = [make_record(number, SIZE) for number in range(4, 6)]
+        self.new.append(make_record(6, LARGE))  # which is looked for first
+        assert store.write_many([*self.there, self.old]) == [Status.OK] * 4
+        self.calls = {
+            "get": lambda: read(store, self.there),
+            "span": self.spans,
+            "head": lambda: store.contains_many([one.header.id for one in self.there]),
+            "put": lambda: store.write_many(self.new),
+            "delete": lambda: store.delete_many([self.old.header.id]),
+            "list": self.scanned,
+            "list to collect": self.collected,
+        }
+
+    def spans(self) -> list[Status]:
+        """Read the end of a record; whoever asks for spans proves them by headers of their own."""
+        buffer = memoryview(bytearray(SPAN))
+        (status,) = self.store.read_spans([Span(self.there[0].header.id, SIZE - SPAN, [buffer])])
+        return [status]
+
+    def scanned(self) -> list[Status]:
+        """List the headers; none may be of something else."""
+        known = {one.header for one in (*self.there, self.old, *self.new)}
+        found = list(self.store.scan())
+        assert known.issuperset(found)
+        return [Status.OK] * len(found)
+
+    def collected(self) -> list[Status]:
+        """List as whoever collects does: all that was there before, or nothing."""
+        found = {one.id for one in self.store.medium().listed()}
+        assert found.issuperset(one.header.id for one in self.there)
+        return [Status.OK]
+
+    def at_once(self) -> dict[str, list[Status]]:
+        """Do all of it at the same time, and return what is said of each."""
+        with ThreadPoolExecutor(len(self.calls)) as threads:
+            return dict(zip(self.calls, threads.map(in_time, self.calls.values()), strict=True))
+
+    def check(self, direct: S3Store, said: dict[str, list[Status]]) -> None:
+        """See that what was said to be written is there, whole; and what was there still is."""
+        after = read(direct, [*self.there, *self.new])
+        for now, told in zip(after[3:], said["put"], strict=False):
+            assert now is Status.OK or told is not Status.OK
+        assert after[:3] == [Status.OK] * 3
+        assert set(after) <= {Status.OK, Status.ABSENT}
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.value for fault in FAULTS])
 def test_every_fault_on_every_verb(proxy, store, s3_open, fault):
-    there = [make_record(number, SIZE) for number in range(4)]
-    new = [make_record(number, SIZE) for number in range(4, 7)]
-    names = [one.header.id for one in there]
-    assert store.write_many(there) == [Status.OK] * 4
-    there, old = there[:3], names[3:]
+    verbs = Verbs(store)
     stranger = make_record(9, SIZE, namespace=b"x" * 32)
     proxy.inject(fault, other=stranger.header.pack() + bytes(stranger.data))
-    calls = (
-        lambda: read(store, there),
-        lambda: store.contains_many(names[:3]),
-        lambda: store.write_many(new),
-        lambda: store.delete_many(old),
-    )
-    with ThreadPoolExecutor(len(calls)) as threads:
-        got, seen, sent, gone = threads.map(in_time, calls)
+    said = verbs.at_once()
     assert proxy.broken[fault if fault is not Fault.HALF else Fault.UNAVAILABLE]
     proxy.inject(Fault.NONE)
-    if fault not in (Fault.HALF, Fault.LESS, Fault.WRONG):
-        passes = (Fault.RESET, Fault.SHORT, Fault.TRICKLE)  # short answers get through these
-        assert Status.OK not in (*got, *seen, *sent, *gone) or fault in passes
-    assert Status.OK not in got or fault is Fault.HALF
-    # What was said to be written is there, whole; and what was there still is.
-    direct = s3_open()
-    after = read(direct, [*there, *new])
-    assert all(
-        now is Status.OK for now, told in zip(after[3:], sent, strict=True) if told is Status.OK
-    )
-    assert after[:3] == [Status.OK] * 3
-    assert set(after) <= {Status.OK, Status.ABSENT}
-    assert read(store, there) == [Status.OK] * 3
+    if fault in (Fault.LESS, Fault.WRONG):  # of what is read by ranges alone
+        assert Status.OK not in said["get"]
+    elif fault in (Fault.RESET, Fault.SHORT, Fault.TRICKLE):  # short answers get through these
+        assert Status.OK not in (*said["get"], *said["span"])
+    elif fault is not Fault.HALF:
+        for statuses in said.values():
+            assert Status.OK not in statuses
+    verbs.check(s3_open(), said)
+    healed(lambda: read(store, verbs.there))
+
+
+def test_every_verb_of_a_slow_server(proxy, store, s3_open):
+    verbs = Verbs(store)
+    proxy.slow(0.1)
+    proxy.hang_up()
+    said = verbs.at_once()
+    assert {status for statuses in said.values() for status in statuses} == {Status.OK}
+    verbs.check(s3_open(), said)
+
+
+def healed(call: Callable[[], list[Status]]) -> None:
+    """Call until all is well again: a machine with other work is slow at times."""
+    late = time.monotonic() + HEAL_SECONDS
+    while set(in_time(call)) != {Status.OK}:
+        assert time.monotonic() < late
 
 
 # ------------------------------------------------------------------- names and TLS that fail
@@ -141,23 +200,46 @@ def test_a_name_that_is_not_known_is_said_at_the_door(s3_location):
     assert "check http://no-such-host.invalid" in cause(s3_location, "http://no-such-host.invalid")
 
 
-def test_a_name_that_is_known_no_more_is_weather(s3_server, s3_open, monkeypatch):
-    record = make_record(1, SIZE)
-    with DelayProxy(s3_server.port) as proxy:
-        store = s3_open(endpoint=f"http://localhost:{proxy.port}", connect_timeout=CONNECT)
-        store.write_many([record])
+def test_every_verb_where_the_name_is_known_no_more(proxy, s3_open, monkeypatch):
+    way = f"http://localhost:{proxy.port}"
+    verbs = Verbs(s3_open(endpoint=way, connect_timeout=CONNECT, read_timeout=READ))
 
-        def unknown(*_, **__):
-            raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
+    def unknown(*_, **__):
+        raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
-        monkeypatch.setattr(socket, "getaddrinfo", unknown)
-        proxy.inject(Fault.RESET)  # no connection is left, and new ones need the name
-        in_time(lambda: read(store, [record]))
-        proxy.inject(Fault.NONE)
-        with pytest.raises(Unavailable, match=r"name|connect"):
-            read(store, [record])
-        monkeypatch.undo()
-        assert read(store, [record]) == [Status.OK]
+    with monkeypatch.context() as away:
+        away.setattr(socket, "getaddrinfo", unknown)
+        proxy.hang_up()  # no connection is left, and new ones need the name
+        said = verbs.at_once()
+    assert {status for statuses in said.values() for status in statuses} == {Status.FAILED}
+    assert set(verbs.store.causes.counts()) == {"EndpointConnection"}
+    verbs.check(s3_open(), said)
+    healed(lambda: read(verbs.store, verbs.there))
+
+
+def test_every_verb_by_tls_and_where_its_certificate_is_another(
+    s3_server, s3_open, tmp_path, monkeypatch
+):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    try:
+        for folder in folders:
+            folder.mkdir()
+        (trusted, context), (_, _) = map(self_signed, folders)
+    except ConfigError as absent:
+        pytest.skip(str(absent))
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(trusted))
+    with DelayProxy(s3_server.port, tls=context) as proxy:
+        assert proxy.endpoint.startswith("https:")
+        verbs = Verbs(s3_open(endpoint=proxy.endpoint, connect_timeout=2.0, read_timeout=2.0))
+        context.load_cert_chain(folders[1] / "certificate.pem", folders[1] / "key.pem")
+        proxy.hang_up()
+        said = verbs.at_once()
+        assert {status for statuses in said.values() for status in statuses} == {Status.FAILED}
+        assert set(verbs.store.causes.counts()) == {"SSL"}
+        context.load_cert_chain(trusted, folders[0] / "key.pem")
+        verbs.check(s3_open(), said)
+        healed(lambda: read(verbs.store, verbs.there))
+        assert verbs.at_once()["put"] == [Status.OK] * 3
 
 
 # ------------------------------------------------------------------------------- as a tier
@@ -217,6 +299,34 @@ def test_every_fault_is_a_counted_miss_of_a_cache(proxy, toys, fault):
     counted = sum(get("tier_faults", tier="s3", reason=cause) for cause in COUNTED[fault])
     assert counted >= 1 or fault is Fault.HALF
     proxy.inject(Fault.NONE)
+
+
+@pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.DENIED, Fault.HANG])
+def test_five_failed_calls_open_the_breaker_and_it_closes_when_the_server_is_back(
+    proxy, toys, fault
+):
+    tokens = prompt(TOKENS)
+    toys().save("a", tokens)
+    toy = toys()
+    proxy.inject(fault)
+    failed, began, number = 0, time.monotonic(), itertools.count(10)
+    while failed < FAILURES:
+        toy.load(f"bad-{failed}", prompt(TOKENS, next(number)))
+        failed = toy.cache.metrics.get("tier_errors", tier="s3")
+        assert time.monotonic() < began + HEAL_SECONDS
+    opened_at, asked = time.monotonic(), proxy.requests
+    for turn in range(20):
+        assert toy.load(f"open-{turn}", prompt(TOKENS, next(number)))[::2] == (0, True)
+    tries = 1 + int((time.monotonic() - opened_at) / REST_SECONDS)
+    assert toy.cache.metrics.get("tier_errors", tier="s3") <= FAILURES + tries - 1
+    assert proxy.requests - asked <= (tries - 1) * 2 * 16
+    assert set(toy.cache.health().troubles) == {"s3"}
+    proxy.inject(Fault.NONE)
+    late, turn = time.monotonic() + HEAL_SECONDS, itertools.count()
+    while not toy.load(f"again-{next(turn)}", tokens)[0]:
+        assert time.monotonic() < late
+        time.sleep(0.05)
+    assert not toy.cache.health().troubles
 
 
 def test_in_bad_weather_answers_are_exact(proxy, toys):

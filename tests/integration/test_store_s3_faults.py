@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -29,6 +30,16 @@ def statuses(store: S3Store, *records: Write) -> list[Status]:
     buffers = [memoryview(bytearray(len(each.data))) for each in records]
     names = [each.header.id for each in records]
     return [each.status for each in store.read_many(names, buffers)]
+
+
+def until_read(store: S3Store, each: Write) -> None:
+    """Read a record again and again until it comes: a busy machine may be silent for a while."""
+    late = time.monotonic() + 30.0
+    found = Status.FAILED
+    while found is not Status.OK:
+        assert time.monotonic() < late
+        with contextlib.suppress(Unavailable):
+            (found,) = statuses(store, each)
 
 
 @pytest.fixture
@@ -63,7 +74,7 @@ def test_a_failed_get_is_never_a_hit_and_returns_in_time(proxy, store, fault, si
         assert statuses(store, each) == [Status.FAILED]
     assert time.monotonic() - began < DEADLINE
     proxy.inject(Fault.NONE)
-    assert statuses(store, each) == [Status.OK]
+    until_read(store, each)
 
 
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.UNAVAILABLE, Fault.DENIED])

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import socket
-import ssl
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +13,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.storage_backends.valkey import ValkeyStore
+from kvtier.testing.tls import self_signed
 from kvtier.testing.valkey_server import ValkeyServer
 
 TIMEOUT = 0.4  # of the stores that tests open
@@ -121,15 +119,7 @@ class TlsDoor:
     """Speaks TLS with a certificate that it signed itself, and passes on what is said."""
 
     def __init__(self, folder: Path, target: int) -> None:
-        self.certificate = folder / "certificate.pem"
-        key = folder / "key.pem"
-        command = (
-            f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {self.certificate} "
-            "-days 2 -subj /CN=kvtier -addext subjectAltName=IP:127.0.0.1"
-        )
-        subprocess.run(command.split(), check=True, capture_output=True)
-        self.context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self.context.load_cert_chain(self.certificate, key)
+        self.certificate, self.context = self_signed(folder)
         self.target = target
         self.loop = asyncio.new_event_loop()
         self.started = threading.Event()
@@ -169,8 +159,9 @@ class TlsDoor:
 @pytest.fixture
 def tls_door(server, tmp_path):
     """Return a way to the server by TLS, or say that a certificate cannot be made."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl absent: it makes the certificate")
-    one = TlsDoor(tmp_path, server.port)
+    try:
+        one = TlsDoor(tmp_path, server.port)
+    except ConfigError as absent:
+        pytest.skip(str(absent))
     yield one
     one.close()
