@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 import subprocess
-import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from kvtier.device.nvrtc import Nvrtc, kernel_source
 from kvtier.errors import ConfigError
+from kvtier.testing.forks import Tell, forked
 from kvtier.testing.kernels import BUILDS, build, compiler, right
 from kvtier.testing.layouts import cases
 
@@ -22,33 +24,30 @@ _SECONDS: Final = 120.0
 _VERBOSE: Final = "-Xptxas=-v"
 
 
-def compilers() -> dict[str, Any]:
+def compilers(folder: Path, tell: Tell = lambda _done, _count: None) -> dict[str, Any]:
     """Return by compiler and target what came of the copy kernel. Blocks for some seconds.
 
-    g++: cases, and whether all were right. The others: registers, bytes spilled, bytes of the
-    cubin. "not run" where there is no such compiler; raises where one refuses the kernel.
+    folder: for what they make. g++: cases, and whether all were right. The others: registers, bytes
+    spilled, bytes of the cubin. "not run" where there is no such compiler; raises where one
+    refuses the kernel.
     """
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="kvtier-kernel-") as folder:
-        for kind in BUILDS:
-            found[f"g++ {kind}"] = _on_cpu(Path(folder), kind)
-        for architecture in ARCHITECTURES:
-            found[f"nvcc sm_{architecture}"] = _nvcc(Path(folder), architecture)
-    try:
-        nvrtc = Nvrtc()
-    except ConfigError:
-        return {**found, "nvrtc": NOT_RUN}
+    jobs = {f"g++ {kind}": partial(_on_cpu, folder, kind) for kind in BUILDS}
     for architecture in ARCHITECTURES:
-        made, log = nvrtc.compile(kernel_source(), architecture, "--ptxas-options=-v")
-        found[f"nvrtc {nvrtc.version} sm_{architecture}"] = _resources(log, len(made))
-    return found
+        jobs[f"nvcc sm_{architecture}"] = partial(_nvcc, folder, architecture)
+    with contextlib.suppress(ConfigError):
+        version = Nvrtc().version
+        for architecture in ARCHITECTURES:
+            jobs[f"nvrtc {version} sm_{architecture}"] = partial(_nvrtc, architecture)
+    ended = forked(list(jobs.values()), tell)
+    found = {name: one.value for name, one in zip(jobs, ended, strict=True)}
+    return found if any("nvrtc" in name for name in found) else {**found, "nvrtc": NOT_RUN}
 
 
 def _on_cpu(folder: Path, kind: str) -> Any:
     if compiler() is None:
         return NOT_RUN
     library = build(folder, kind, [kernel_source()])
-    return {"cases": sum(1 for _ in cases()), "right": right(library, [0]) == [0]}
+    return {"cases": sum(1 for _ in cases()), "right": right(library, 1) == [0]}
 
 
 def _nvcc(folder: Path, architecture: int) -> Any:
@@ -63,6 +62,11 @@ def _nvcc(folder: Path, architecture: int) -> Any:
         command, capture_output=True, text=True, check=True, timeout=_SECONDS
     )
     return _resources(done.stderr + done.stdout, made.stat().st_size)
+
+
+def _nvrtc(architecture: int) -> dict[str, int]:
+    made, log = Nvrtc().compile(kernel_source(), architecture, "--ptxas-options=-v")
+    return _resources(log, len(made))
 
 
 def _resources(log: str, size: int) -> dict[str, int]:

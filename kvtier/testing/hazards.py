@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 from typing import Final, cast
 
@@ -292,6 +292,11 @@ class Examined:
     twin_caught_by_bytes: int
     twin_caught_by_checker: int
 
+    def __add__(self, other: Examined) -> Examined:
+        """Return the same hazard on the schedules of both."""
+        mine, theirs = astuple(self)[1:], astuple(other)[1:]
+        return Examined(self.name, *(map(sum, zip(mine, theirs, strict=True))))
+
     @property
     def good(self) -> bool:
         """Say whether nothing is wrong with the edges, and the twin was caught by both."""
@@ -312,10 +317,11 @@ def run(hazard: Hazard, seed: int | None, *, edge: bool, way: Way | None = None)
     return Outcome(right, tuple(rig.races))
 
 
-def examine(hazard: Hazard, schedules: int, way: Way | None = None) -> Examined:
-    """Run a hazard and its twin on schedules 0, 1, and so on. way: see Rig. Blocks."""
-    kept = [run(hazard, seed, edge=True, way=way) for seed in range(schedules)]
-    twins = [run(hazard, seed, edge=False, way=way) for seed in range(schedules)]
+def examine(hazard: Hazard, schedules: int, way: Way | None = None, first: int = 0) -> Examined:
+    """Run a hazard and its twin on so many schedules, from the first on. way: see Rig. Blocks."""
+    seeds = range(first, first + schedules)
+    kept = [run(hazard, seed, edge=True, way=way) for seed in seeds]
+    twins = [run(hazard, seed, edge=False, way=way) for seed in seeds]
     return Examined(
         name=hazard.__name__.replace("_", " "),
         schedules=schedules,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,9 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.device.descriptors import Runs
+from kvtier.testing.forks import Tell, forked
 from kvtier.testing.layouts import Case, cases, is_right
 
-__all__ = ["BUILDS", "Kernel", "build", "compiler", "right", "survivors"]
+__all__ = ["BUILDS", "Kernel", "build", "compiler", "right"]
 
 _SHIM: Final = Path(__file__).with_name("on_cpu.h")
 BUILDS: Final[dict[str, tuple[str, ...]]] = {
@@ -45,7 +44,7 @@ extern "C" void kvtier_run_{number}(unsigned int grid, unsigned int block,
 """
 _SPARE: Final = {"plain": 4096, "sanitized": 0}  # what sanitizers see behind memory's end
 _BUILD_SECONDS: Final = 300.0
-_TRY_SECONDS: Final = 20
+_TRY_SECONDS: Final = 20  # of CPU time
 _GRIDS: Final = (1, 2, 7)
 _THREADS: Final = (1, 3, 32)
 
@@ -70,18 +69,28 @@ def build(folder: Path, kind: str, sources: Sequence[str]) -> Path:
     return library
 
 
-def right(library: Path, numbers: Iterable[int]) -> list[int]:
-    """Return which kernels of a library copy all cases right, and nothing is said against them.
+def right(library: Path, count: int, tell: Tell = lambda _done, _count: None) -> list[int]:
+    """Return which of a library's kernels copy all cases right, and nothing is said against them.
 
-    Each is tried in a process of its own. Blocks.
+    Each is tried in a process of its own, and given up at its first wrong case. Blocks.
     """
     names = ("libasan.so", "libubsan.so") if library.stem == "sanitized" else ()
     found = [_output(str(compiler()), f"-print-file-name={name}") for name in names]
     environment = {"LD_PRELOAD": ":".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
-    command = [sys.executable, "-m", __name__, str(library), *map(str, numbers)]
-    said = _output(*command, environment={**os.environ, **environment, "OMP_NUM_THREADS": "1"})
-    chosen: list[int] = json.loads(said)
-    return chosen
+    command = [sys.executable, "-m", __name__, str(library), str(count)]
+    process = subprocess.Popen(  # noqa: S603  (this module)
+        command,
+        stdout=subprocess.PIPE,
+        env={**os.environ, **environment, "OMP_NUM_THREADS": "1"},
+    )
+    said: list[int] = []
+    with process:
+        for number, line in enumerate(process.stdout or ()):
+            said = json.loads(line)
+            tell(min(number + 1, count), count)
+    if process.returncode:
+        raise RuntimeError(f"{library.stem} kernels could not be tried: {process.returncode}")
+    return said
 
 
 def _kernel(library: Path, number: int = 0) -> Kernel:
@@ -140,36 +149,24 @@ def _output(*command: str, environment: dict[str, str] | None = None) -> str:
     return done.stdout.strip()
 
 
-def survivors(check: Callable[[int], bool], numbers: Iterable[int]) -> list[int]:
-    """Return the numbers for which a check is true, each in a process of its own. Blocks.
-
-    One that crashes, hangs or raises is no survivor.
-    """
-    return [number for number in numbers if _survives(partial(check, number))]
-
-
-def _survives(check: Callable[[], bool]) -> bool:
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1] == 0
-    held = False
-    with contextlib.suppress(BaseException):
-        signal.alarm(_TRY_SECONDS)  # whose default is to end the process
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what sanitizers have to say
-        held = check()
-    os._exit(0 if held else 1)
-
-
-def _main(library: Path, numbers: Sequence[int]) -> None:
+def _main(library: Path, count: int) -> None:
+    """Print a line when a kernel was tried, and at last which ones are right."""
     import torch
 
     torch.set_num_threads(1)  # here, once, so that each fork finds it loaded
     spare = _SPARE[library.stem]
-    kept = survivors(
-        lambda number: _first_wrong(_kernel(library, number), spare=spare) is None, numbers
-    )
+
+    def holds(number: int) -> bool:
+        return _first_wrong(_kernel(library, number), spare=spare) is None
+
+    def tell(_done: int, _count: int) -> None:
+        sys.stdout.write("[]\n")
+        sys.stdout.flush()
+
+    ended = forked([partial(holds, at) for at in range(count)], tell, seconds=_TRY_SECONDS)
+    kept = [number for number, one in enumerate(ended) if one.result]
     sys.stdout.write(json.dumps(kept) + "\n")
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), list(map(int, sys.argv[2:])))
+    _main(Path(sys.argv[1]), int(sys.argv[2]))
