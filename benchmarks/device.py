@@ -35,7 +35,7 @@ from plot import draw, option
 from kvtier.device.base import HOLE, Copy, Device
 from kvtier.device.cpu import CpuDevice, CpuFence
 from kvtier.device.cuda import CudaDevice
-from kvtier.device.descriptors import describe, joined
+from kvtier.device.descriptors import describe
 from kvtier.device.paths import DEFAULT, PATHS, Choice
 from kvtier.device.race import Checked
 from kvtier.errors import ConfigError
@@ -161,7 +161,7 @@ def planned(kind: str, count: int) -> dict[str, Any]:
     copy, many = chunk(kind, count), 16
     slots = np.ones((many, *copy.slot.shape), np.uint8)
     copies = [Copy(copy.pages, copy.blocks, slot) for slot in slots]
-    runs = len(joined(describe(copies)))
+    runs = len(describe(copies))
     found: dict[str, Any] = {"runs": runs}
     with closing(CudaDevice(Idle(), DEFAULT)) as device:
         device.pin(slots)

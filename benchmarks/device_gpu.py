@@ -29,7 +29,7 @@ from engine_gpu import milliseconds, on_gpu
 
 from kvtier.device.base import Copy
 from kvtier.device.cuda import CudaDevice
-from kvtier.device.descriptors import describe, joined
+from kvtier.device.descriptors import describe
 from kvtier.device.paths import Choice
 from kvtier.device.torch_driver import TorchDriver, cuda_device
 from kvtier.testing.layouts import by_planes
@@ -172,7 +172,7 @@ class Bench:
         for name, (planes, block, chunk) in GEOMETRIES.items():
             kv = self.cache(planes, block, 2 * TOTAL // (planes * block))
             copies = self.copies(kv, chunk)
-            moved, runs = sum(copy.slot.nbytes for copy in copies), len(joined(describe(copies)))
+            moved, runs = sum(copy.slot.nbytes for copy in copies), len(describe(copies))
             for role in ("load", "store"):
                 for choice in self.choices():
                     self.device.way = choice

@@ -113,14 +113,16 @@ class _Turn:
         self._there = there
         self._at = at
 
-    def upload(self, driver: Driver, stream: Any, table: Numbers) -> int:
-        """Enqueue a copy of a table to the GPU; return its address there."""
-        if self._host.size < table.nbytes:
-            size = 1 << (table.nbytes - 1).bit_length()
-            self._host, self._there, self._at = driver.host(size), driver.memory(size, stream), 0
-        self._host[: table.nbytes] = table.reshape(-1).view(np.uint8)
+    def upload(self, driver: Driver, stream: Any, runs: Runs, *, into_slot: bool) -> int:
+        """Enqueue a copy of the runs' table to the GPU; return its address there."""
+        size = runs.rows.nbytes
+        if self._host.size < size:
+            more = 1 << (size - 1).bit_length()
+            self._host, self._there, self._at = driver.host(more), driver.memory(more, stream), 0
+        table = self._host[:size].view(np.uint64).reshape(runs.rows.shape)
+        np.take(runs.rows, runs.order(into_slot=into_slot), axis=0, out=table, mode="clip")
         address = self._there.address + self._at
-        driver.copy(stream, address, self._host.ctypes.data, table.nbytes)
+        driver.copy(stream, address, table.ctypes.data, size)
         return address
 
 
@@ -245,7 +247,7 @@ class CudaDevice:
 
     def _described(self, copies: Sequence[Copy]) -> Runs:
         """Return the runs of copies, all of whose slots are pinned."""
-        runs = joined(describe(copies))
+        runs = describe(copies)
         if len(runs):
             low, high = int(runs.slots.min()), int((runs.slots + runs.nbytes).max())
             if not any(at <= low and high <= at + size for at, size in self._pinned.items()):
@@ -276,8 +278,7 @@ class CudaDevice:
 
     def _launch(self, stream: CudaStream, runs: Runs, grid: int, *, into_slot: bool) -> None:
         with stream.turn() as turn:
-            table = runs.table(into_slot=into_slot)
-            there = turn.upload(self.driver, stream.handle, table)
+            there = turn.upload(self.driver, stream.handle, runs, into_slot=into_slot)
             self.driver.launch(stream.handle, there, len(runs), min(grid, len(runs)))
 
     def _stage(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
@@ -285,10 +286,10 @@ class CudaDevice:
 
         All is on one stream, so that one staging buffer is enough: in it nothing meets.
         """
-        ends = np.cumsum(runs.nbytes, dtype=np.uint64)
-        staged = ends - runs.nbytes + np.uint64(self._staging[stream].address)
-        link = joined(Runs(staged, runs.slots, runs.nbytes))
-        inside = Runs(runs.pages, staged, runs.nbytes)
+        base = np.uint64(self._staging[stream].address)
+        staged = np.cumsum(runs.nbytes, dtype=np.uint64) - runs.nbytes + base
+        link = joined(Runs.of(staged, runs.slots, runs.nbytes))
+        inside = Runs.of(runs.pages, staged, runs.nbytes)
         if into_slot:
             self._launch(stream, inside, self.driver.processors, into_slot=True)
         if len(link) > _FEW_COPIES and self.driver.batches:  # holes in the slots, say
@@ -314,5 +315,5 @@ def _lots(runs: Runs, most: int) -> Iterator[Runs]:
     at, before = 0, 0
     while at < len(runs):
         stop = max(int(np.searchsorted(ends, np.uint64(before + most), "right")), at + 1)
-        yield Runs(runs.pages[at:stop], runs.slots[at:stop], runs.nbytes[at:stop])
+        yield Runs(runs.rows[:, at:stop])
         at, before = stop, int(ends[stop - 1])

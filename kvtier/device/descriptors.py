@@ -2,12 +2,15 @@
 
 Whatever the layout of the KV, its copies end as three rows of numbers. So the kernel and the
 batched copies of the driver know addresses and sizes, and nothing of planes, blocks or chunks.
+
+All copies of a call are planned together, and planes come last: a host that looks at each run
+has a microsecond for each of thousands.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import chain, groupby
 from typing import Final
 
 import numpy as np
@@ -24,15 +27,25 @@ CUT_BYTES: Final = 64 << 10
 _VECTOR_BYTES: Final = 16  # one access of the kernel
 
 Numbers = NDArray[np.uint64]
+_Signed = NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
 class Runs:
-    """Runs of bytes: where in the blocks, where in the slots, and how many; each uint64 [runs]."""
+    """Runs of bytes: where in the blocks, where in the slots, and how many; each uint64 [runs].
 
-    pages: Numbers
-    slots: Numbers
-    nbytes: Numbers
+    rows: the three of them, [3, runs].
+    """
+
+    __slots__ = ("nbytes", "pages", "rows", "slots")
+
+    def __init__(self, rows: Numbers) -> None:
+        self.rows = rows
+        self.pages, self.slots, self.nbytes = rows
+
+    @classmethod
+    def of(cls, pages: Numbers, slots: Numbers, nbytes: Numbers) -> Runs:
+        """Return the runs of three rows."""
+        return cls(np.stack([pages, slots, nbytes]))
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -44,60 +57,105 @@ class Runs:
 
     def table(self, *, into_slot: bool) -> Numbers:
         """Return what the kernel reads: uint64 [3, runs], where to, where from, how many bytes."""
-        ends = (self.slots, self.pages) if into_slot else (self.pages, self.slots)
-        return np.stack([*ends, self.nbytes])
+        return self.rows[self.order(into_slot=into_slot)]
+
+    def order(self, *, into_slot: bool) -> list[int]:
+        """Return which rows a table has, in its order."""
+        return [1, 0, 2] if into_slot else [0, 1, 2]
 
 
 def describe(copies: Sequence[Copy]) -> Runs:
-    """Return the runs of copies, one for each plane and block that is no hole.
+    """Return the runs of copies, plane by plane: blocks that follow each other are in one.
 
+    Where one run ends with what the next one begins with, at both ends, they are joined as well.
     Raises MisuseError where blocks do not match their slot, or are not among the pages.
     """
-    each = [_placed(copy) for copy in copies]
-    runs = Runs(*np.empty((3, sum(pages.size for pages, _, _ in each)), np.uint64))
-    at = 0
-    for pages, slots, size in each:
-        here = slice(at, at + pages.size)
-        runs.pages[here], runs.slots[here], runs.nbytes[here] = pages.ravel(), slots.ravel(), size
-        at = here.stop
-    return runs
+    planes, facts = _facts(copies)
+    base, across, along, (size, among) = facts[0:2], facts[2:4], facts[4:6], facts[6:8]
+    lengths = np.array([len(copy.blocks) for copy in copies], np.int64)
+    every = chain.from_iterable(copy.blocks for copy in copies)
+    ids = np.fromiter(every, np.int64, int(lengths.sum()))
+    owner = np.repeat(np.arange(len(copies)), lengths)
+    wrong = (ids < HOLE) | (ids >= among[owner])
+    if wrong.any():
+        bad = copies[owner[wrong.argmax()]]
+        low, high = min(bad.blocks), max(bad.blocks)
+        raise MisuseError(f"blocks {low} to {high} do not match pages of {bad.pages.shape[1]}")
+    kept = ids != HOLE
+    first = np.flatnonzero(kept & ~_follows(ids, owner, (across == size).all(axis=0)))
+    mine = owner[first]
+    blocks = np.diff(np.cumsum(kept)[first], append=kept.sum() + 1)
+    places = first - (np.cumsum(lengths) - lengths)[mine]
+    starts: _Signed = base[:, mine] + across[:, mine] * [ids[first], places]
+    counts = np.bincount(mine, minlength=len(copies)).tolist()
+    shapes = list(zip(planes, counts, strict=True))
+    return joined(_on_all_planes(shapes, starts, along, blocks * size[mine]))
 
 
-def _placed(copy: Copy) -> tuple[Numbers, Numbers, int]:
-    """Return where a copy's blocks are, in the pages and in the slot, and their bytes.
+def _facts(copies: Sequence[Copy]) -> tuple[list[int], _Signed]:
+    """Return how many planes each copy has, and numbers [8, copies].
 
-    Addresses [planes, blocks].
+    Where pages and slot begin, how far it is there from block to block, and from plane to plane; a
+    block's bytes, and how many blocks there are.
     """
-    count, among, size = copy.pages.shape
-    blocks = copy.blocks
-    if copy.slot.shape != (count, len(blocks), size):
-        raise MisuseError(
-            f"{len(blocks)} blocks of {copy.pages.shape} do not match their slot {copy.slot.shape}"
-        )
-    low, high = min(blocks, default=HOLE), max(blocks, default=HOLE)
-    if not HOLE <= low <= high < among:
-        raise MisuseError(f"blocks {low} to {high} do not match pages of {among}")
-    ids = np.array(blocks, np.int64)
-    places = np.flatnonzero(ids != HOLE)
-    return _addresses(copy.pages, ids[places]), _addresses(copy.slot, places), size
+    pages = {id(copy.pages): copy.pages for copy in copies}
+    places = {key: one.ctypes.data for key, one in pages.items()}  # once each: it takes a while
+    planes, rows = [], []
+    for copy in copies:
+        (count, among, size), slot = copy.pages.shape, copy.slot
+        if slot.shape != (count, len(copy.blocks), size):
+            raise MisuseError(
+                f"{len(copy.blocks)} blocks of {copy.pages.shape} do not match their slot "
+                f"{slot.shape}"
+            )
+        (along, across, _), (slot_along, slot_across, _) = copy.pages.strides, slot.strides
+        planes.append(count)
+        steps = (across, slot_across, along, slot_along)
+        rows.append((places[id(copy.pages)], slot.ctypes.data, *steps, size, among))
+    return planes, np.array(rows, np.int64).reshape(-1, 8).T
 
 
-def _addresses(array: NDArray[np.uint8], places: NDArray[np.int64]) -> Numbers:
-    along, across, _ = array.strides
-    base = int(array.__array_interface__["data"][0])
-    starts = np.arange(len(array)) * along + base
-    return (starts[:, None] + places * across).view(np.uint64)
+def _follows(ids: _Signed, owner: _Signed, dense: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Say of each block whether it goes on where the one before it ended, in pages and slot."""
+    found = np.zeros(len(ids), np.bool_)
+    found[1:] = (ids[:-1] != HOLE) & (ids[1:] == ids[:-1] + 1) & (owner[1:] == owner[:-1])
+    return found & dense[owner]
+
+
+def _on_all_planes(
+    shapes: Sequence[tuple[int, int]], starts: _Signed, along: _Signed, nbytes: _Signed
+) -> Runs:
+    """Return the runs of all planes, from those of the first one.
+
+    shapes: of each copy, how many planes and runs. starts: in pages and slots, [2, runs]. along:
+    from plane to plane, [2, copies]. Neighbours of one shape are done at once.
+    """
+    rows = np.empty((3, sum(planes * count for planes, count in shapes)), np.int64)
+    at = run = copy = 0
+    for (planes, count), some in groupby(shapes):
+        several = sum(1 for _ in some)
+        stop = at + several * planes * count
+        here = rows[:, at:stop].reshape(3, several, planes, count)
+        these = slice(run, run + several * count)
+        steps = along[:, copy : copy + several, None] * np.arange(planes)
+        np.add(starts[:, these].reshape(2, several, 1, count), steps[..., None], out=here[:2])
+        here[2] = nbytes[these].reshape(several, 1, count)
+        at, run, copy = stop, these.stop, copy + several
+    return Runs(rows.view(np.uint64))
 
 
 def joined(runs: Runs) -> Runs:
     """Return the runs with neighbours joined that follow each other at both ends."""
-    begins = np.ones(len(runs), np.bool_)
-    begins[1:] = runs.pages[:-1] + runs.nbytes[:-1] != runs.pages[1:]
-    begins[1:] |= runs.slots[:-1] + runs.nbytes[:-1] != runs.slots[1:]
-    if begins.all():
+    pages, slots, nbytes = runs.rows
+    # Of pages few go on, if any: of the slots no more is looked at.
+    last = np.flatnonzero(pages[:-1] + nbytes[:-1] == pages[1:])
+    last = last[slots[last] + nbytes[last] == slots[last + 1]]
+    if not len(last):
         return runs
+    begins = np.ones(len(runs), np.bool_)
+    begins[last + 1] = False
     at = np.flatnonzero(begins)
-    return Runs(runs.pages[at], runs.slots[at], np.add.reduceat(runs.nbytes, at))
+    return Runs.of(pages[at], slots[at], np.add.reduceat(nbytes, at))
 
 
 def cut(runs: Runs, most: int = CUT_BYTES) -> Runs:
@@ -110,7 +168,7 @@ def cut(runs: Runs, most: int = CUT_BYTES) -> Runs:
     first = np.repeat(np.cumsum(pieces) - pieces, pieces)
     done = ((np.arange(pieces.sum()) - first) * most).view(np.uint64)
     left = np.repeat(runs.nbytes, pieces) - done
-    return Runs(
+    return Runs.of(
         np.repeat(runs.pages, pieces) + done,
         np.repeat(runs.slots, pieces) + done,
         np.minimum(left, np.uint64(most)),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvtier.device.base import HOLE, Copy
 from kvtier.device.chaos import POISON
-from kvtier.device.descriptors import Runs, cut, describe, joined
+from kvtier.device.descriptors import Runs, cut, describe
 from kvtier.device.layout import byte_pages
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def is_right(case: Case, mover: Mover, *, spare: int = 4096) -> bool:
     values = taken.numpy().reshape(rows.shape)
     slot.inside(want).reshape(chunk)[:, [_BEFORE + at for at in kept]] = values
 
-    runs = joined(describe([Copy(source.pages(layout, block), case.blocks, part)]))
+    runs = describe([Copy(source.pages(layout, block), case.blocks, part)])
     mover(runs, True)  # noqa: FBT003  (a Mover's)
     if not (np.array_equal(slot.whole, want) and _is_joined(runs)):
         return False
@@ -186,7 +186,7 @@ def is_right(case: Case, mover: Mover, *, spare: int = 4096) -> bool:
     target.lies(layout, item).permute(order).index_copy_(axis, named, taken)
     want, target.whole[:] = target.whole.copy(), before
     for copies in by_planes([Copy(target.pages(layout, block), case.blocks, part)], _GROUPS):
-        whole = joined(describe(copies))
+        whole = describe(copies)
         pieces = cut(whole, _CUT)
         mover(pieces, False)  # noqa: FBT003  (a Mover's)
         if pieces.nbytes.tolist() != [n for run in whole.nbytes.tolist() for n in _cuts(run)]:

@@ -68,6 +68,7 @@ def planner_holds() -> bool:
         all(is_right(case, _move) for case in cases())
         and all(_refused(error, said, call) for error, said, call in _refusals())
         and _plain_facts()
+        and _together()
     )
 
 
@@ -118,7 +119,7 @@ def _plain_facts() -> bool:
     """Say whether some small plans are as they are by hand."""
     pages, slot = np.zeros((2, 6, 32), np.uint8), np.zeros((2, 4, 32), np.uint8)
     at, to = pages.ctypes.data, slot.ctypes.data
-    runs = joined(describe([Copy(pages, (2, 3, HOLE, 5), slot)]))
+    runs = describe([Copy(pages, (2, 3, HOLE, 5), slot)])
     rows = [runs.pages.tolist(), runs.slots.tolist(), runs.nbytes.tolist(), len(runs), runs.total]
     by_hand = [
         [at + 64, at + 160, at + 256, at + 352],
@@ -127,8 +128,10 @@ def _plain_facts() -> bool:
         4,
         192,
     ]
-    pieces = cut(Runs(*(np.array([n], np.uint64) for n in (1000, 5000, 40))), 16)
+    pieces = cut(Runs(np.array([[1000], [5000], [40]], np.uint64)), 16)
     apart = describe([Copy(pages, (1, 3), slot[:, :2])])
+    ids, owner, dense = np.array([1, 2, HOLE, 0, 1, 2, 3]), [0, 0, 0, 0, 0, 1, 1], [True, False]
+    follows = descriptors._follows(ids, np.array(owner), np.array(dense))  # before there are planes
     lone = np.lib.stride_tricks.as_strided(pages, (1, 2, 6, 1, 32), (7, 192, 32, 9, 1))
     return (
         rows == by_hand
@@ -138,5 +141,47 @@ def _plain_facts() -> bool:
         and pieces.pages.tolist() == [1000, 1016, 1032]
         and pieces.slots.tolist() == [5000, 5016, 5032]
         and pieces.nbytes.tolist() == [16, 16, 8]
+        and follows.tolist() == [False, True, False, False, True, False, False]
         and len(describe([])) == len(cut(describe([]))) == len(joined(describe([]))) == 0
     )
+
+
+def _together() -> bool:
+    """Say whether copies of unlike shapes are planned in one call as each would be, run by run."""
+    pages, across = np.zeros((3, 7, 32), np.uint8), np.zeros((7, 4, 16), np.uint8).swapaxes(0, 1)
+    arena = np.zeros(1 << 14, np.uint8)
+    padded, at = np.zeros((2, 6, 40), np.uint8)[:, :, :32], 0
+    copies = []
+    for some, blocks, gap in (
+        *((pages, (1, 2, 5), 0), (pages, (6, 0, 4), 0), (pages, (5, 6, HOLE, 0), 32)),
+        *((padded, (1, 2), 0), (padded, (3, 4), 0), (padded[:1], (5, HOLE, 0, 1), 0)),
+        *((pages[:1], (1, 2), 0), (pages[:1], (3, 4), 0), (pages[:1], (5, 6), 32)),
+        *((across, (2,), 0), (across, (3,), 0), (across, (4,), 16), (across, (5, 6), 0)),
+        *((pages[1:], (), 0), (pages, (0, 3, 6), 0), (pages, range(7), 0), (pages, (HOLE,), 0)),
+    ):
+        size = some[:, 0].size * len(blocks)
+        slot = arena[at : at + size].reshape(len(some), len(blocks), some.shape[2])
+        copies.append(Copy(some, blocks, slot))
+        at += size + gap
+    wide = arena[at : at + 3 * 9 * 32].reshape(3, 9, 32)
+    copies += [Copy(pages, (2, 3), wide[:, 1:3]), Copy(pages, (4, 5), wide[:, 2:6:2])]
+    copies.append(Copy(padded, (2, 3), wide[:2, 0:4:2]))
+    runs: list[list[int]] = describe(copies).rows.T.tolist()
+    return runs == _one_by_one(copies)
+
+
+def _one_by_one(copies: list[Copy]) -> list[list[int]]:
+    """Return the runs of copies, found block by block."""
+    found: list[list[int]] = []
+    for pages, blocks, slot in copies:
+        for plane, part in zip(pages, slot, strict=True):
+            for place, block in enumerate(blocks):
+                if block == HOLE:
+                    continue
+                run = [plane[block].ctypes.data, part[place].ctypes.data, pages.shape[2]]
+                last = found[-1] if found else [0, 0, 0]
+                if run[:2] == [last[0] + last[2], last[1] + last[2]]:
+                    last[2] += run[2]
+                else:
+                    found.append(run)
+    return found

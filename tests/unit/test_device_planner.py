@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvtier.device.base import Copy
-from kvtier.device.descriptors import Runs, cut, describe, joined
+from kvtier.device.descriptors import Runs, cut, describe
 from kvtier.testing.kernel_mutants import HARMLESS, kernel_mutants
 from kvtier.testing.layouts import CHOICES, LAYOUTS, Case, cases, is_right
 from kvtier.testing.planner_mutants import planner_holds, planner_mutants
@@ -34,7 +34,7 @@ def test_every_layout_meets_every_choice_of_blocks_and_every_shift():
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_mover_that_leaves_the_last_byte_is_seen(layout):
     def careless(runs: Runs, into_slot: bool) -> None:
-        move(Runs(runs.pages, runs.slots, runs.nbytes - np.uint64(1)), into_slot)
+        move(Runs.of(runs.pages, runs.slots, runs.nbytes - np.uint64(1)), into_slot)
 
     case = Case(layout, CHOICES["scattered"], 0, 0)
     assert is_right(case, move)
@@ -52,9 +52,9 @@ def test_some_changes_of_the_planner_are_seen():
 
 def test_a_chunk_in_order_is_one_run_where_memory_allows():
     pages, slot = np.zeros((1, 8, 4096), np.uint8), np.zeros((1, 4, 4096), np.uint8)
-    (size,) = joined(describe([Copy(pages, (2, 3, 4, 5), slot)])).nbytes
+    (size,) = describe([Copy(pages, (2, 3, 4, 5), slot)]).nbytes
     assert size == slot.size
-    assert len(joined(describe([Copy(pages, (2, 4, 3, 5), slot)]))) == 4
+    assert len(describe([Copy(pages, (2, 4, 3, 5), slot)])) == 4
 
 
 def test_few_long_runs_are_cut_for_many_blocks_of_threads():
