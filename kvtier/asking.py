@@ -46,7 +46,7 @@ class Asking:
         self._clock = clock
         self._probe = Probe(clock)
         self._searches = 0
-        self._asking: set[asyncio.Task[bool]] = set()
+        self._under_way: dict[tuple[RecordId, RecordId], tuple[asyncio.Task[bool], Deadline]] = {}
 
     def worth(self, name: RecordId) -> bool:
         """Say whether a shared tier may have a part that the index does not know."""
@@ -66,12 +66,19 @@ class Asking:
         """Ask the shared tiers for what they have of a prompt beyond the `known` chunks.
 
         False when they have not answered in time, or have nothing. A late answer is taken all
-        the same: the next match knows it.
+        the same: the next match knows it. Who asks for a prompt that is being asked for waits for
+        that answer.
         """
-        deadline = Deadline(self._clock() + max(seconds, _ASK_SECONDS))
-        asking = asyncio.create_task(self._ask(prefix, known, deadline), name="ask")
-        self._asking.add(asking)  # the loop itself keeps only a weak reference
-        asking.add_done_callback(self._asking.discard)
+        until = self._clock() + max(seconds, _ASK_SECONDS)
+        which = prefix.names[known][0], prefix.names[-1][0]
+        if which in self._under_way:
+            asking, deadline = self._under_way[which]
+            deadline.extend(until)
+        else:
+            deadline = Deadline(until)
+            asking = asyncio.create_task(self._ask(prefix, known, deadline), name="ask")
+            self._under_way[which] = asking, deadline
+            asking.add_done_callback(lambda _: self._under_way.pop(which, None))
         await asyncio.wait((asking,), timeout=seconds)
         return asking.done() and asking.result()
 

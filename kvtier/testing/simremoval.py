@@ -128,7 +128,7 @@ class Removals:
 
         Not where what others wrote spoils: it would be gone before.
         """
-        rng, asking = self._rng, inside(self._cache).moves.asking._asking
+        rng, asking = self._rng, inside(self._cache).moves.asking._under_way
         if self._rate and asking and not self._world.scenario.decaying and rng.random() < 0.7:
             await asyncio.sleep(rng.uniform(0.0, _ANSWER_SECONDS))
             self._remove(prefix)

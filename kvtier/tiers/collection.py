@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol, runtime_checkable
 
+from kvtier.clock import Clock, monotonic
 from kvtier.codecs.known import KNOWN
 from kvtier.identity.record import FIRST_PLUG_IN, KEY_BYTES, Header, RecordId
 from kvtier.tiers.pack import CODEC_PACK, CODEC_SIZED_PACK, order_of, unpacked_id
@@ -25,9 +26,10 @@ __all__ = ["Collectable", "Collected", "Found", "Kept", "Listed", "Medium", "cho
 
 _BATCH: Final = 1000  # as many as S3 lists, and deletes, by one request
 _HEADERS: Final = 256
+_LISTED: Final = 1 << 12  # objects of a step
 
 CLAIM_SECONDS: Final = 120.0
-"""How long a claim lasts that is not renewed; it is renewed with every batch."""
+"""How long a claim lasts that is not renewed; it is renewed four times as often."""
 
 
 class Listed(NamedTuple):
@@ -140,7 +142,12 @@ class Collected:
 
 
 def collect(
-    medium: Medium, kept: Kept, tell: Callable[[str, int, int], None], *, dry_run: bool
+    medium: Medium,
+    kept: Kept,
+    tell: Callable[[str, int, int], None],
+    *,
+    dry_run: bool,
+    clock: Clock = monotonic,
 ) -> Collected:
     """Delete what is to go. Blocks; raises Unavailable when the medium cannot be listed.
 
@@ -151,27 +158,46 @@ def collect(
     if not dry_run and not medium.claim(CLAIM_SECONDS):
         out.ended = "another collection is under way"
         return out
+
+    renewed = clock()
+
+    def step(text: str, done: int, count: int) -> None:
+        """Tell of a step, and renew the claim where it is time, or something is removed."""
+        nonlocal renewed
+        tell(text, done, count)
+        if not dry_run and (text == "remove" or clock() - renewed > CLAIM_SECONDS / 4):
+            if not medium.claim(CLAIM_SECONDS):
+                raise _TakenOverError
+            renewed = clock()
+
     try:
-        records = _look(medium, out, tell)
+        records = _look(medium, out, step)
         doomed = choose(records, kept)
-        out.left_bytes = out.nbytes
-        if kept.capacity is not None:
-            out.overshoot_bytes = max(out.nbytes - kept.capacity, 0)
-        _remove(medium, records, doomed, out, tell, dry_run=dry_run)
-        if kept.capacity is not None:
-            out.left_over_bytes = max(out.left_bytes - kept.capacity, 0)
+        _remove(medium, records, doomed, out, step, dry_run=dry_run)
+    except _TakenOverError:
+        out.ended = "another collection has taken over"
     finally:
         if not dry_run:
             medium.release()
+    out.left_bytes = out.nbytes - out.removed_bytes
+    if kept.capacity is not None:
+        out.overshoot_bytes = max(out.nbytes - kept.capacity, 0)
+        out.left_over_bytes = max(out.left_bytes - kept.capacity, 0)
     out.requests = dict(medium.requests)
     out.request_usd, gigabyte = medium.cost()
     out.month_usd = out.left_bytes / 1e9 * gigabyte
     return out
 
 
-def _look(medium: Medium, out: Collected, tell: Callable[[str, int, int], None]) -> list[Found]:
+class _TakenOverError(Exception):
+    """The claim could not be renewed."""
+
+
+def _look(medium: Medium, out: Collected, step: Callable[[str, int, int], None]) -> list[Found]:
     listed = []
-    for one in medium.listed():
+    for number, one in enumerate(medium.listed(), 1):
+        if not number % _LISTED:
+            step("list", 0, number)
         if one.id is None:
             out.strangers += 1
             continue
@@ -181,7 +207,7 @@ def _look(medium: Medium, out: Collected, tell: Callable[[str, int, int], None])
     found: list[Found] = []
     for start in range(0, len(listed), _HEADERS):
         lot = listed[start : start + _HEADERS]
-        tell("look", start, len(listed))
+        step("look", start, len(listed))
         headers = medium.headers([name for name, _, _ in lot])
         for (name, nbytes, age_s), header in zip(lot, headers, strict=True):
             if isinstance(header, Header) and _readable(header):
@@ -189,7 +215,7 @@ def _look(medium: Medium, out: Collected, tell: Callable[[str, int, int], None])
                 found.append(Found(name, nbytes, age_s, header.depth, header.parent, own))
             elif header is not Status.ABSENT:
                 out.unreadable += 1
-    return _with_members(medium, found)
+    return _with_members(medium, found, step)
 
 
 def _readable(header: Header) -> bool:
@@ -197,7 +223,9 @@ def _readable(header: Header) -> bool:
     return header.codec in (*KNOWN, CODEC_PACK, CODEC_SIZED_PACK) or header.codec >= FIRST_PLUG_IN
 
 
-def _with_members(medium: Medium, found: list[Found]) -> list[Found]:
+def _with_members(
+    medium: Medium, found: list[Found], step: Callable[[str, int, int], None]
+) -> list[Found]:
     """Read what parts are in the packs in which the parents of others may lie."""
     ends = {one.members[0] for one in found}
     depths = {one.depth - 1 for one in found if one.parent and one.parent not in ends}
@@ -209,6 +237,7 @@ def _with_members(medium: Medium, found: list[Found]) -> list[Found]:
     ]
     for start in range(0, len(wanted), _HEADERS):
         lot = wanted[start : start + _HEADERS]
+        step("look into packs", start, len(wanted))
         tables = [bytearray(KEY_BYTES << order_of(found[at].id)) for at in lot]
         spans = [
             Span(found[at].id, 0, [memoryview(table)])
@@ -297,16 +326,13 @@ def _remove(
     records: Sequence[Found],
     doomed: Sequence[tuple[int, str]],
     out: Collected,
-    tell: Callable[[str, int, int], None],
+    step: Callable[[str, int, int], None],
     *,
     dry_run: bool,
 ) -> None:
     for start in range(0, len(doomed), _BATCH):
-        tell("remove", start, len(doomed))
+        step("remove", start, len(doomed))
         lot = doomed[start : start + _BATCH]
-        if not dry_run and not medium.claim(CLAIM_SECONDS):
-            out.ended = "another collection has taken over"
-            return
         names = [records[at].id for at, _ in lot]
         gone = [True] * len(lot) if dry_run else medium.remove(names)
         for (at, reason), confirmed in zip(lot, gone, strict=True):
@@ -318,4 +344,3 @@ def _remove(
         if not all(gone):  # what hangs there must not lose what it hangs under
             out.ended = "not everything could be deleted"
             return
-    out.left_bytes = out.nbytes - out.removed_bytes

@@ -40,27 +40,36 @@ class Member(NamedTuple):
 class _Known:
     """A pack that is there: its parts, and of which of them this process has no use there.
 
-    lengths: of its parts, none for one of version 1; None as long as nobody has looked.
+    lengths: of its parts, none for one of version 1; None as long as nobody has looked. total: its
+    stored bytes, if it is as it is taken to be.
     """
 
-    __slots__ = ("gone", "lengths", "members", "nbytes")
+    __slots__ = ("gone", "lengths", "members", "nbytes", "total")
 
     def __init__(
         self, members: tuple[RecordId, ...], nbytes: int, lengths: tuple[int, ...] | None
     ) -> None:
         self.members = members
         self.nbytes = nbytes
-        self.lengths = lengths
         self.gone: set[RecordId] = set()
+        self.lay(lengths)
+
+    def lay(self, lengths: tuple[int, ...] | None) -> None:
+        """Take it that its parts have these lengths."""
+        self.lengths = lengths
+        count = len(self.members)
+        order = count.bit_length() - 1
+        self.total = (
+            sized_at(count, order, lengths) if lengths else member_at(count, order, self.nbytes)
+        )
 
     def member(self, at: int, place: Place) -> Member:
         """Return where a part lies; of a pack that nobody has looked into, as in version 1."""
         order, before = order_of(place.pack), place.before
         if self.lengths:
-            start, total = (sized_at(one, order, self.lengths) for one in (before, 1 << order))
-            return Member(at, place, start, self.lengths[before], total)
-        start, total = (member_at(one, order, self.nbytes) for one in (before, 1 << order))
-        return Member(at, place, start, self.nbytes, total)
+            start = sized_at(before, order, self.lengths)
+            return Member(at, place, start, self.lengths[before], self.total)
+        return Member(at, place, member_at(before, order, self.nbytes), self.nbytes, self.total)
 
 
 class Places:
@@ -71,6 +80,7 @@ class Places:
         self._packs: OrderedDict[RecordId, _Known] = OrderedDict()
         self._places: dict[RecordId, Place] = {}
         self._deleted: OrderedDict[RecordId, None] = OrderedDict()
+        self._residue = 0
         self._sized: bool | None = None  # whether any that was looked into was of version 2
 
     # ---- what is there
@@ -119,13 +129,17 @@ class Places:
 
     def _forget(self, pack: RecordId) -> None:
         known = self._packs.pop(pack, None)
-        for member in known.members if known else ():
+        if known is None:
+            return
+        self._residue -= len(known.gone)
+        for member in known.members:
             if (place := self._places.get(member)) is not None and place.pack == pack:
                 del self._places[member]
 
     def _gone(self, member: RecordId, pack: RecordId) -> bool:
         """Note that this process has no use for a part in a pack; say whether for any there."""
         known = self._packs[pack]
+        self._residue += member not in known.gone
         known.gone.add(member)
         if len(known.gone) < len(known.members):
             return False
@@ -154,7 +168,7 @@ class Places:
         """Return the stored bytes of a pack; 0 if it is not known."""
         with self._lock:
             known = self._packs.get(pack)
-            return known.member(0, Place(pack, 0)).total if known is not None else 0
+            return known.total if known is not None else 0
 
     def members(self, ats: Iterable[int], ids: Sequence[RecordId]) -> list[Member]:
         """Return where those of a batch lie that lie in packs."""
@@ -183,7 +197,7 @@ class Places:
             known = self._packs.get(pack)
             if known is None:
                 return False
-            known.lengths = lengths_in(head, order)
+            known.lay(lengths_in(head, order))
             self._sized = bool(self._sized or known.lengths)
             keys = b"".join(member[:KEY_BYTES] for member in known.members)
             return head[: KEY_BYTES << order] == keys
@@ -221,8 +235,7 @@ class Places:
     @property
     def residue(self) -> int:
         """How many parts are still in packs although this process let them go."""
-        with self._lock:
-            return sum(len(known.gone) for known in self._packs.values())
+        return self._residue
 
 
 def adjacent(members: Sequence[Member]) -> Iterator[list[Member]]:

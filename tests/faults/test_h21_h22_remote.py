@@ -11,6 +11,7 @@ import pytest
 import kvtier
 from kvtier.config import Config, TierConfig
 from kvtier.testing.faults import FaultyStore, Rates
+from kvtier.testing.inside import inside
 from kvtier.testing.small_catalog import Clock
 from kvtier.testing.toy import CHUNK, prompt
 from kvtier.transfer import CopyResult, CopyStatus
@@ -183,13 +184,20 @@ async def nothing() -> None:
     """Return when the loop has come round."""
 
 
-def test_many_requests_for_one_prompt_read_it_once(engines, remote):
+def many_at_once(engines, remote, under_way: type[dict] = dict) -> list[tuple[str, int]]:
+    """Ask for one prompt fifty times before the remote answers; return what that has asked it."""
     first, tokens = engines(remote), prompt(TOKENS + 1)
     put(first, "save", tokens)
     toy = engines(remote)
+    inside(toy.cache).depot.moves.asking._under_way = under_way()
     remote.calls.clear()
     names = [f"r{n}" for n in range(50)]
     waiting = set(names)
+    remote.gate.clear()
+    for name in names:
+        assert toy.connector.match(name, tokens, 0).pending
+    toy.cache._desk.depot.flow.spawn(nothing()).result(5)
+    remote.gate.set()
     while waiting:
         for name in sorted(waiting):
             offer = toy.connector.match(name, tokens, 0)
@@ -200,5 +208,19 @@ def test_many_requests_for_one_prompt_read_it_once(engines, remote):
             toy.connector.wait(1)
     for name in names:
         toy.connector.finish(name)
-    reads = sum(count for verb, count in remote.calls if verb == "read")
-    assert reads == CHUNKS
+    return remote.calls
+
+
+def test_many_requests_for_one_prompt_look_it_up_and_read_it_once(engines, remote):
+    calls = many_at_once(engines, remote)
+    assert sum(count for verb, count in calls if verb == "read") == CHUNKS
+    assert sum(verb == "contains" for verb, _ in calls) <= 3
+
+
+def test_twin_without_a_memory_of_what_is_under_way_each_would_look_it_up(engines, remote):
+    class Forgets(dict):
+        def __setitem__(self, key, value) -> None:
+            """Keep nothing."""
+
+    calls = many_at_once(engines, remote, Forgets)
+    assert sum(verb == "contains" for verb, _ in calls) > 10

@@ -157,6 +157,14 @@ def test_who_did_not_name_it_misses_with_the_cause(installed, host, caplog):
     assert "the codec plug-in 0x8001, which is not known here" in caplog.text
 
 
+def test_twin_unguarded_it_would_fail_its_tier(installed, host, monkeypatch):
+    monkeypatch.setattr(door, "_Guarded", lambda codec: codec)
+    toy = host(MemoryStore(), "deflate")
+    sys.modules["stranger_codecs"].Deflate.luck = False
+    toy.save("a", TOKENS)
+    assert toy.cache.metrics.get("tier_errors", tier="memory") > 0
+
+
 @pytest.mark.parametrize("verb", ["encode", "decode"])
 def test_what_a_codec_raises_is_told_and_costs_no_more_than_itself(installed, host, verb, caplog):
     store = MemoryStore()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvtier.clock import Clock, monotonic
 from kvtier.identity.record import Header, Part, record_id
 from kvtier.tiers import collection as module
 from kvtier.tiers.collection import Collected, Found, Kept, Listed, choose, collect
@@ -157,8 +159,10 @@ def chain(first: int, stop: int) -> list[Write]:
     return [record(at, at - 1 if at else None, at) for at in range(first, stop)]
 
 
-def run(shelf: Shelf, kept: Kept = ALL, *, dry_run: bool = False) -> Collected:
-    return collect(shelf, kept, lambda *_: None, dry_run=dry_run)
+def run(
+    shelf: Shelf, kept: Kept = ALL, *, dry_run: bool = False, clock: Clock = monotonic
+) -> Collected:
+    return collect(shelf, kept, lambda *_: None, dry_run=dry_run, clock=clock)
 
 
 def test_a_branch_off_the_middle_of_a_pack_is_no_orphan():
@@ -207,6 +211,29 @@ def test_a_collection_that_lost_its_claim_ends_between_batches(monkeypatch):
     out = run(shelf, Kept(0, None, HOUR))
     assert out.ended == "another collection has taken over"
     assert sorted(shelf.records) == sorted(name(at) for at in range(4))
+    assert (out.removed_bytes, out.left_bytes) == (200, 400)
+
+
+def test_a_claim_is_renewed_while_all_is_looked_at(monkeypatch):
+    """That takes hours in a large bucket: another would take over, and whoever is next from it."""
+    monkeypatch.setattr(module, "_HEADERS", 2)
+    monkeypatch.setattr(module, "_LISTED", 3)
+    shelf = Shelf([pack(chain(0, 4), 2), record(9, 1, 2), *chain(4, 8)])
+    claims: list[float] = []
+    monkeypatch.setattr(shelf, "claim", lambda seconds: not claims.append(seconds))
+    run(shelf, Kept(None, None, HOUR), clock=itertools.count(0, 31).__next__)
+    assert len(claims) == 1 + 2 + 3 + 1, "at first, listing, headers, packs"
+    claims.clear()
+    run(shelf, Kept(None, None, HOUR), clock=lambda: 0.0)
+    assert len(claims) == 1, "and not more often than is needed"
+
+
+def test_a_collection_that_lost_its_claim_while_it_looked_removes_nothing():
+    shelf = Shelf(chain(0, 6))
+    shelf.others = [False, True]
+    out = run(shelf, Kept(0, None, HOUR), clock=itertools.count(0, 31).__next__)
+    assert out.ended == "another collection has taken over"
+    assert len(shelf.records) == 6
 
 
 def test_what_could_not_be_deleted_keeps_what_it_hangs_under(monkeypatch):
