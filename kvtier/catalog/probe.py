@@ -94,12 +94,15 @@ class _Seen:
         return [*(Run(at, self._order) for at in cells), *filter(_order, self._tail())]
 
     def worth_asking(self) -> Iterator[Run]:
-        """Yield runs that were not asked for, each once, the ones that tell most first."""
+        """Yield runs that were not asked for, each once, the ones that tell most first.
+
+        None once no run over the first chunk that is not there is: what follows it is of no use.
+        """
         at = self.end
-        if at >= self._stop:
+        over = runs_over(at, self._stop, self._order)
+        if at >= self._stop or all(run in self._answers for run in over):
             return
         given: dict[Run, None] = {}
-        over = runs_over(at, self._stop, self._order)
         for run in itertools.chain(over, self._cells(_WIDTH + 1 - len(over)), self._within(at)):
             if run not in self._answers and run not in given:
                 given[run] = None

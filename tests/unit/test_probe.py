@@ -49,6 +49,13 @@ def test_a_search_ends_once_it_knows():
     assert searched(0, 0) == (0, [])
 
 
+@pytest.mark.parametrize("order", range(8))
+@pytest.mark.parametrize(("first", "stop"), [(0, 512), (100, 150), (0, 50), (128, 600), (7, 9)])
+def test_where_nothing_is_one_round_tells(first, stop, order):
+    end, _, rounds = looked_up(first, stop, order, lambda _: False)
+    assert (end, len(rounds)) == (first, 1)
+
+
 def test_nothing_is_asked_twice():
     for there in range(0, 4097, 97):
         asked = [place for places in searched(4096, there)[1] for place in places]
