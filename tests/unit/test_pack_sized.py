@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Sequence
 
 import pytest
@@ -24,6 +25,7 @@ from kvtier.tiers.pack import (
     lengths_in,
     pack_id,
     pack_sized,
+    repack,
     sized_at,
 )
 from kvtier.tiers.packer import Packer
@@ -297,3 +299,49 @@ def test_the_format_is_version_two():
         assert body == records[index].data[: lengths[index]]
     found = hashlib.sha256(header.pack() + data).hexdigest()
     assert found == "85f1073c7e3095621aeca1501a43a0b4f5b73bc42eaf0abbe5027d8831695b76"
+
+
+# ------------------------------------------------------------------------------------------ anew
+
+
+@pytest.mark.parametrize("encodes", [False, True])
+@pytest.mark.parametrize("places", [(0,), (3,), (1, 2, 7), range(8)])
+def test_parts_are_put_anew_into_a_pack_and_the_others_stay(store, encodes, places):
+    records = chain(8)
+    packer_on(store, encodes=encodes).write_many(records)
+    (whole,) = store._records.values()
+    before = bytes(whole[1])
+    names = [record.header.id for record in records]
+    found = repack(Write(*whole), {names[at]: records[at] for at in places})
+    assert found is not None
+    record, headers = found
+    assert [header.id for header in headers] == names
+    assert record.header.id == whole[0].id
+    if not encodes:
+        assert record.header == whole[0]
+        assert bytes(record.data) == before
+    store._records[record.header.id] = record.header, record.data
+    assert read(finds(packer_on(store, encodes=True), records), records) == [OK] * 8
+
+
+@pytest.mark.parametrize(
+    ("encodes", "at"),
+    [
+        *itertools.product([False, True], ["its table", "the header of another part", "its end"]),
+        (True, "its lengths"),
+    ],
+)
+def test_what_is_no_whole_pack_of_these_parts_is_not_made_anew(store, encodes, at):
+    records = chain(8)
+    headers = [one.header for one in packer_on(store, encodes=encodes).send(records)]
+    (header, data), size = next(iter(store._records.values())), SIZE + HEADER_BYTES
+    body = bytearray(data)
+    second = sized_at(1, 3, [one.stored_bytes for one in headers]) if encodes else 256 + size
+    if at == "its end":
+        del body[-5:]
+    else:
+        body[
+            {"its table": 40, "its lengths": 258, "the header of another part": second + 60}[at]
+        ] ^= 9
+    again = {records[0].header.id: records[0]}
+    assert repack(Write(header, memoryview(body)), again) is None
