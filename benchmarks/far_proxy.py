@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from types import TracebackType
 from typing import Self
 
 from kvtier.testing.proxy import DelayProxy, Fault
 
 __all__ = ["FarProxy"]
+
+_MOST_WAITING = 5000
+_DROPPED_SECONDS = 0.2
 
 
 class FarProxy:
@@ -20,7 +28,8 @@ class FarProxy:
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        self.endpoint = f"http://127.0.0.1:{self._said()}"
+        self._port = int(self._said())
+        self.endpoint = f"http://127.0.0.1:{self._port}"
 
     @property
     def requests(self) -> int:
@@ -30,6 +39,27 @@ class FarProxy:
     def inject(self, fault: Fault) -> None:
         """Apply a fault to every request from now on."""
         self._ask(fault.value)
+
+    @contextlib.contextmanager
+    def dropping(self) -> Iterator[None]:
+        """Answer nothing, and take no connection: the kernel drops what asks for one meanwhile."""
+        waiting = []
+        os.kill(self._process.pid, signal.SIGSTOP)
+        try:
+            while len(waiting) < _MOST_WAITING:
+                waiting.append(socket.socket())
+                waiting[-1].settimeout(_DROPPED_SECONDS)
+                try:
+                    waiting[-1].connect(("127.0.0.1", self._port))
+                except TimeoutError:
+                    break  # the queue is full
+            else:
+                raise SystemExit("a stopped process takes connections without end")
+            yield
+        finally:
+            for each in waiting:
+                each.close()
+            os.kill(self._process.pid, signal.SIGCONT)
 
     def _ask(self, text: str) -> str:
         self._process.stdin.write(text + "\n")

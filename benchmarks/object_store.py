@@ -9,7 +9,9 @@ get      objects of 16 MiB into slots by the Tier, beside raw clients with as ma
 lookup   a prompt of 512 chunks that the host has never seen and of which another has written 317,
          5 ms of round-trip time away; and what an engine's thread waits in match and fetch
 hang     DRAM and NVMe hits while S3 answers nothing, beside the same while it answers; and how much
-         later than its timeout a fetch from S3 returns, beside how late a mere timer is
+         later than its timeout each call that may wait for S3 returns, beside how late a mere timer
+         is: while requests are not answered, while answers come byte by byte, from the beginning
+         or after it, and while packets are dropped
 """
 
 from __future__ import annotations
@@ -29,9 +31,11 @@ from typing import Any
 
 import numpy as np
 from far_proxy import FarProxy
+from hung import hangs
 from msgspec import structs
 from plot import draw, option
 from raw_clients import LARGE, RANGE, raw_clients
+from tiny import BLOCK, Found, note, opened, save
 
 import kvtier
 from kvtier.clock import monotonic
@@ -39,23 +43,16 @@ from kvtier.identity.record import record_id
 from kvtier.metrics import Metrics
 from kvtier.seams import ThreadFlow
 from kvtier.storage_backends.s3 import S3Store
-from kvtier.testing.proxy import Fault
 from kvtier.testing.records import NAMESPACE, aligned, make_record
 from kvtier.testing.seaweed import SeaweedServer
 from kvtier.tiers.store import Status, Write
 from kvtier.tiers.tier import Tier, Wanted
-from kvtier.transfer import CopyResult, CopyStatus
 
 LARGE_COUNT = 16
 SMALL, SMALL_COUNT = 128 << 10, 2048
 TRIES = 4
-CHUNKS, THERE, BLOCK = 512, 317, 16
+CHUNKS, THERE = 512, 317
 RTT = 0.005
-FETCH_SECONDS = 0.2
-SMALL_CHUNKS = kvtier.Namespace(
-    "small", kvtier.Geometry((kvtier.Component(1, 1, 1),), "int8", (BLOCK,), BLOCK)
-)
-
 PANELS = {
     "GB/s": "get.*.gb_per_s",
     "CPU s a GB": "get.*.cpu_s_per_gb",
@@ -63,7 +60,6 @@ PANELS = {
     "p99 of a hit here while S3 hangs, ms": "while_hung.*.{base,hung}",
     "and how late, ms": "while_hung.{timer_late_ms,over_deadline_ms}",
 }
-Found = dict[str, list[float]]
 
 
 def main() -> None:
@@ -99,11 +95,6 @@ def report(found: Found) -> dict[str, Any]:
             place = place.setdefault(group, {})
         place[last] = statistics.median(values)
     return nested | {"values": found}
-
-
-def note(found: Found, name: str, value: float) -> None:
-    """Keep one value of a figure."""
-    found.setdefault(name, []).append(value)
 
 
 # --------------------------------------------------------------------------------------------- get
@@ -257,127 +248,6 @@ def look_up(cache: kvtier.Cache, proxy: FarProxy, tokens: Any, found: Found) -> 
     note(found, "lookup_512.chunks_found", lease.chunks)
     if proxy.requests - before < sum(asked):
         raise SystemExit("the proxy saw fewer requests than were asked")
-
-
-@contextlib.contextmanager
-def opened(*urls: str) -> Iterator[kvtier.Cache]:
-    """Open a cache with room for a few prompts."""
-    cache = kvtier.open(f"dram:{8 * CHUNKS * 4096}B", *urls, namespace=SMALL_CHUNKS)
-    try:
-        yield cache
-    finally:
-        cache.close()
-
-
-def save(cache: kvtier.Cache, tokens: Any) -> None:
-    """Save a prompt, of whatever bytes its slots have, and wait until it is written down."""
-    chunks = len(tokens) // BLOCK
-    cache.settle(
-        cache.plan_save(cache.prefix(tokens), list(range(chunks))), CopyResult(CopyStatus.OK)
-    )
-    if not cache.flush(timeout=60):
-        raise SystemExit("the prompt was not written down")
-
-
-# -------------------------------------------------------------------------------------------- hang
-
-
-def hangs(server: SeaweedServer, folder: Path, rounds: int, found: Found) -> None:
-    """Serve local hits while S3 answers, and while it answers nothing."""
-    with FarProxy(server.port) as proxy:
-        s3 = f"s3://bench/hang?capacity=1GiB&endpoint={proxy.endpoint}"
-        lmdb = f"lmdb:{folder}/kv?capacity=1GiB&admission=through&write_budget=unlimited"
-        with opened(lmdb, s3) as cache:
-            local = np.arange(64 * BLOCK + 1, dtype=np.int32)
-            save(cache, local)
-            fresh = iter(range(1, 1 << 20))
-            hits(cache, local, fresh)
-            for _ in range(rounds):
-                proxy.inject(Fault.NONE)
-                time.sleep(6.0)  # until the breaker tries again
-                cache.fetch(cache.match(unseen(next(fresh))), timeout=5, deadline=5).result(10)
-                quiet = hits(cache, local, fresh)
-                proxy.inject(Fault.HANG)
-                hung = hits(cache, local, fresh, found)
-                for tier in ("dram", "nvme"):
-                    note(found, f"while_hung.{tier}_p99_ms.base", quiet[tier])
-                    note(found, f"while_hung.{tier}_p99_ms.hung", hung[tier])
-                ratio = max(hung[tier] / quiet[tier] for tier in quiet)
-                note(found, "while_hung.local_hit_p99_ratio", ratio)
-    found["while_hung.timer_late_ms_max"] = [max(found["while_hung.timer_late_ms"])]
-    late = found["while_hung.over_deadline_ms"]
-    found["while_hung.over_deadline_ms_max"] = [max(late)]
-
-
-def unseen(turn: int) -> Any:
-    """Return a prompt that nobody has."""
-    return np.arange(CHUNKS * BLOCK + 1, dtype=np.int32) + 1_000_000 * turn
-
-
-def hits(
-    cache: kvtier.Cache, local: Any, fresh: Iterator[int], late: Found | None = None
-) -> dict[str, float]:
-    """Return p99 in ms of hits in DRAM and NVMe, beside fetches from S3 that go on meanwhile."""
-    times: dict[str, list[float]] = {"dram": [], "nvme": []}
-    with meanwhile(cache, fresh, {} if late is None else late):
-        for _ in range(40):
-            cache.clear("dram")
-            with timed(times["nvme"]):
-                hit(cache, local)
-            for _ in range(25):
-                with timed(times["dram"]):
-                    hit(cache, local)
-    return {name: 1e3 * float(np.percentile(each, 99)) for name, each in times.items()}
-
-
-@contextlib.contextmanager
-def meanwhile(cache: kvtier.Cache, fresh: Iterator[int], late: Found) -> Iterator[None]:
-    """Ask S3 for what nobody has, again and again; note how late the answers are, and a timer."""
-    stop = threading.Event()
-
-    def remote() -> None:
-        while not stop.wait(0.05):
-            fetch = cache.fetch(cache.match(unseen(next(fresh))), timeout=FETCH_SECONDS, deadline=5)
-            begin = time.perf_counter()
-            fetch.result(30)
-            over = time.perf_counter() - begin - FETCH_SECONDS
-            note(late, "while_hung.over_deadline_ms", 1e3 * over)
-
-    def idle() -> None:
-        begin = time.perf_counter()
-        while not stop.wait(FETCH_SECONDS):
-            over = time.perf_counter() - begin - FETCH_SECONDS
-            note(late, "while_hung.timer_late_ms", 1e3 * over)
-            begin = time.perf_counter()
-
-    threads = [threading.Thread(target=remote), threading.Thread(target=idle)]
-    for thread in threads:
-        thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
-@contextlib.contextmanager
-def timed(times: list[float]) -> Iterator[None]:
-    """Keep how long something took."""
-    begin = time.perf_counter()
-    yield
-    times.append(time.perf_counter() - begin)
-
-
-def hit(cache: kvtier.Cache, tokens: Any) -> None:
-    """Match a prompt that is here, and hold it."""
-    match = cache.match(tokens)
-    lease = cache.lease(match, deadline=5)
-    if lease is None:
-        lease = cache.fetch(match, timeout=5, deadline=5).result(10)
-    if lease is None or lease.chunks < len(tokens) // BLOCK:
-        raise SystemExit("a local hit was none")
-    lease.release()
 
 
 if __name__ == "__main__":
