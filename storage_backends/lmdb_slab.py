@@ -30,15 +30,15 @@ from kvtier.identity.record import Header, RecordId
 from kvtier.storage_backends.slab import PAGE, SLOT_CHARGE, FileIO, encoded_stride_of, stride_of
 from kvtier.storage_backends.slab_batch import Batch
 from kvtier.storage_backends.slab_directory import SlabDirectory, config_error
-from kvtier.storage_backends.slab_files import SegmentFiles
+from kvtier.storage_backends.slab_files import Placed, Run, SegmentFiles
 from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.storage_backends.slab_recovery import LEAST_BYTES, recover
 from kvtier.storage_backends.slab_repair import purge, verify
-from kvtier.storage_backends.slab_runs import Placed, headers, in_order, readable, runs, unrepeated
+from kvtier.storage_backends.slab_runs import headers, in_order, readable, runs, unrepeated
 from kvtier.storage_backends.slab_space import Log
 from kvtier.storage_backends.slab_stock import stock
 from kvtier.storage_backends.slab_survey import survey
-from kvtier.storage_backends.slab_writer import Writer
+from kvtier.storage_backends.slab_writer import Outcome, Writer
 from kvtier.tiers.stock import Stock
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 from kvtier.tiers.survey import Purged, Survey, Tell, Verdict
@@ -177,47 +177,37 @@ class LmdbSlabStore:
         pinned = self._ledger.pin(ids)
         try:
             placed: list[Placed] = []
-            sizes: dict[int, Header] = {}
+            found: dict[int, Header] = {}
             for at, where in enumerate(pinned):
                 if where is None:
                     continue
                 segment, entry = where
-                found = readable(ids[at], segment, entry, into[at])
-                if isinstance(found, Header):
-                    sizes[at] = found
-                    placed.append(Placed(at, segment, entry.slot, entry.head))
+                header = readable(ids[at], segment, entry, into[at])
+                if isinstance(header, Header):
+                    size = header.stored_bytes
+                    placed.append(Placed(at, segment, entry.slot, entry.head, size, into[at]))
+                    found[at] = header
                 else:
-                    out[at] = Read(found)
-            for run in runs(placed):
-                self._read_run(run, sizes, into, out)
+                    out[at] = Read(header)
+            self._read(list(runs(placed)), found, out)
         finally:
             self._ledger.unpin(pinned)
         return out
 
-    def _read_run(
-        self,
-        run: Sequence[Placed],
-        headers: Mapping[int, Header],
-        into: Sequence[memoryview],
-        out: list[Read],
-    ) -> None:
-        """Read records of adjacent slots; those that fail together are read one by one."""
-        segment, first = run[0].segment, run[0].slot
-        sizes = [headers[one.at].stored_bytes for one in run]
-        try:
-            pages = self._files.read_run(segment, first, sizes, [into[one.at] for one in run])
-        except OSError as error:
-            if len(run) > 1:
-                for one in run:
-                    self._read_run([one], headers, into, out)
-                return
-            self._ledger.blame(segment, first, error)
-            self._log.warn("a read failed", error)
-            out[run[0].at] = Read(Status.FAILED)
-            return
-        for one, page in zip(run, pages, strict=True):
-            whole = page == one.head
-            out[one.at] = Read(Status.OK, headers[one.at]) if whole else Read(Status.CORRUPT)
+    def _read(self, lot: Sequence[Run], found: Mapping[int, Header], out: list[Read]) -> None:
+        """Read records run by run; those that fail together are read one by one."""
+        for run, pages in zip(lot, self._files.read(lot), strict=True):
+            first = run[0]
+            if not isinstance(pages, OSError):
+                for one, page in zip(run, pages, strict=True):
+                    whole = page == one.head
+                    out[one.at] = Read(Status.OK, found[one.at]) if whole else Read(Status.CORRUPT)
+            elif len(run) > 1:
+                self._read([[one] for one in run], found, out)
+            else:
+                self._ledger.blame(first.segment, first.slot, pages)
+                self._log.warn("a read failed", pages)
+                out[first.at] = Read(Status.FAILED)
 
     def scan(self) -> Iterator[Header]:
         """Yield the header of each record, oldest write first.
@@ -242,9 +232,10 @@ class LmdbSlabStore:
     def write_many(self, records: Sequence[Write]) -> list[Status]:
         """Write records in order; OK means durable with ``durability=each`` only."""
         self._check_usable()
-        wrote: list[tuple[Status, Batch | None]] = []
-        for lot in unrepeated(records):
-            wrote += self._writer.write(lot)
+        wrote: list[Outcome] = []
+        names = [record.header.id for record in records]
+        for part in unrepeated(names):
+            wrote += self._writer.write(names[part], records[part])
         self._settle([batch for _, batch in wrote])
         return [Status.FAILED if batch and batch.failed else status for status, batch in wrote]
 

@@ -317,10 +317,12 @@ class Slabs:
             if segment.free and self.segments.get(segment.number) is segment:
                 return segment
         those = self._classes.get(stride, ())
-        if not any(s.free for s in those):
+        found = [one for one in those if one.free]
+        if not found:
             for one in those:
                 one.end_quarantine(now)
-        ranked += sorted((s for s in those if s.free), key=_free_slots, reverse=True)
+            found = [one for one in those if one.free]
+        ranked += sorted(found, key=_free_slots, reverse=True)
         return ranked.pop() if ranked else None
 
     def freed(self, segments: Collection[Segment]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,14 +33,11 @@ class Batch:
 
 
 class Known(NamedTuple):
-    """What a look-up found of a name that is to be written.
+    """What a look-up found of names that are to be written.
 
-    there: this very record is in force, and with `batch`, if any, it will be committed. indexed:
-    what the index has, after so many commits: true until the next one.
+    indexed: what the index has of each, after so many commits: true until the next one.
     """
 
-    name: RecordId
-    there: bool
-    batch: Batch | None
-    indexed: Entry | None
+    names: Sequence[RecordId]
+    indexed: list[Entry | None]
     commits: int

@@ -6,10 +6,10 @@ import errno
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.errors import MisuseError
 from kvtier.identity.record import HEADER_BYTES
@@ -18,17 +18,56 @@ from kvtier.storage_backends.scratch import ScratchPool, copy, is_aligned
 from kvtier.storage_backends.slab import PAGE, FileIO, Segment
 from kvtier.storage_backends.slab_directory import SlabDirectory
 
-__all__ = ["SegmentFiles"]
+__all__ = ["Placed", "Run", "SegmentFiles"]
 
 _MAX_OPEN: Final = 256
 _SCRATCHES: Final = 8
 _SYNCED_ALONE: Final = 3
 
 
+_HELD: Final = 64  # files at a time, of each thread
+_LOT_BYTES: Final = 4 << 20
+
+_Move = Callable[[int, Sequence[memoryview], int], int]
+
+
+class Placed(NamedTuple):
+    """A record's place in a call, its slot, its header as it lies on the disk, and its memory.
+
+    size: its stored bytes. data: they, or the buffer that they are to fill.
+    """
+
+    at: int
+    segment: Segment
+    slot: int
+    head: bytes
+    size: int
+    data: memoryview
+
+
+Run = Sequence[Placed]
+"""Records whose slots follow each other."""
+
+
+class _Laid(NamedTuple):
+    """A run as it is moved.
+
+    pieces: of each record, the scratch memory that it goes through: the page of its header, and
+    the payload if its memory is not aligned. buffers: they, and the records' memory.
+    """
+
+    run: Run
+    pieces: list[memoryview]
+    buffers: list[memoryview]
+    offset: int
+    nbytes: int
+
+
 @dataclass(slots=True)
 class _Open:
     descriptor: int
     users: int = 0
+    error: OSError | None = None  # it could not be opened
 
 
 class SegmentFiles:
@@ -49,83 +88,71 @@ class SegmentFiles:
         self._scratch = ScratchPool(_SCRATCHES)
         self._syncs = IoPool("lmdb-sync", io.syncs)
 
-    def write(self, segment: Segment, slot: int, head: bytes, data: memoryview) -> None:
-        """Write a record: a page with its header, then the payload. See write_run."""
-        self.write_run(segment, slot, [head], [data])
+    def write(self, runs: Sequence[Run]) -> list[OSError | None]:
+        """Write records, each run with one call: pages with headers, each before its payload.
 
-    def write_run(
-        self, segment: Segment, first: int, heads: Sequence[bytes], payloads: Sequence[memoryview]
-    ) -> None:
-        """Write records into slots that follow each other, with one call.
-
-        payloads: each exactly the stored bytes, or more of them in an aligned buffer.
+        data: exactly the stored bytes, or more of them in an aligned buffer. Returns what failed
+        of each run.
         """
-        payload = segment.stride - PAGE
-        direct = [len(data) >= payload and is_aligned(data) for data in payloads]
-        need = sum(PAGE if one else segment.stride for one in direct)
-        borrowed = self._scratch.take(need)
-        try:
-            scratch = borrowed.view
-            buffers: list[memoryview] = []
-            at = 0
-            for head, data, aligned in zip(heads, payloads, direct, strict=True):
-                end = at + (PAGE if aligned else segment.stride)
-                scratch[at : at + PAGE] = head.ljust(PAGE, b"\0")
-                buffers.append(scratch[at:end])
-                if aligned:
-                    buffers.append(data[:payload])
-                else:
-                    taken = min(len(data), payload)
-                    copy(scratch[at + PAGE : at + PAGE + taken], data[:taken])
-                    scratch[at + PAGE + taken : end] = bytes(payload - taken)
-                at = end
-            held = self._hold(segment)
+        out: list[OSError | None] = []
+        for lot, need in _lots(runs):
+            scratch = self._scratch.take(need)
             try:
-                count = self._io.pwrite(held.descriptor, buffers, segment.offset(first))
+                laid = _lay(lot, scratch.view)
+                for each in laid:
+                    for one, piece in zip(each.run, each.pieces, strict=True):
+                        piece[:PAGE] = one.head.ljust(PAGE, b"\0")
+                        if len(piece) > PAGE:
+                            _pad(piece[PAGE:], one.data)
+                out += self._move(self._io.pwrite, laid)
             finally:
-                self._let_go(held)
-        finally:
-            self._scratch.give(borrowed)
-        if count != segment.stride * len(heads):
-            raise OSError(errno.EIO, f"wrote {count} of {segment.stride * len(heads)} bytes")
+                self._scratch.give(scratch)
+        return out
 
-    def read_run(
-        self, segment: Segment, first: int, sizes: Sequence[int], into: Sequence[memoryview]
-    ) -> list[bytes]:
-        """Fill buffers with the payloads of slots that follow each other, with one call.
+    def read(self, runs: Sequence[Run]) -> list[list[bytes] | OSError]:
+        """Fill buffers with the payloads of records, each run with one call.
 
-        sizes: of the stored payloads. An aligned buffer is filled up to the end of its last page,
-        another one exactly. Returns what stands in each record's header page.
+        An aligned buffer is filled up to the end of its last page, another one exactly. Returns of
+        each run what stands in its records' header pages, or what failed.
         """
-        payload = segment.stride - PAGE
-        direct = [len(buffer) >= payload and is_aligned(buffer) for buffer in into]
-        need = sum(PAGE if one else segment.stride for one in direct)
-        borrowed = self._scratch.take(need)
-        try:
-            scratch = borrowed.view
-            buffers: list[memoryview] = []
-            starts: list[int] = []
-            at = 0
-            for buffer, aligned in zip(into, direct, strict=True):
-                starts.append(at)
-                end = at + (PAGE if aligned else segment.stride)
-                buffers.append(scratch[at:end])
-                if aligned:
-                    buffers.append(buffer[:payload])
-                at = end
-            held = self._hold(segment)
+        out: list[list[bytes] | OSError] = []
+        for lot, need in _lots(runs):
+            scratch = self._scratch.take(need)
             try:
-                count = self._io.pread(held.descriptor, buffers, segment.offset(first))
+                laid = _lay(lot, scratch.view)
+                for each, error in zip(laid, self._move(self._io.pread, laid), strict=True):
+                    if error is not None:
+                        out.append(error)
+                        continue
+                    for one, piece in zip(each.run, each.pieces, strict=True):
+                        if len(piece) > PAGE:
+                            copy(one.data[: one.size], piece[PAGE : PAGE + one.size])
+                    out.append([bytes(piece[:HEADER_BYTES]) for piece in each.pieces])
             finally:
-                self._let_go(held)
-            if count != segment.stride * len(sizes):
-                raise OSError(errno.EIO, f"read {count} of {segment.stride * len(sizes)} bytes")
-            for at, size, buffer, aligned in zip(starts, sizes, into, direct, strict=True):
-                if not aligned:
-                    copy(buffer[:size], scratch[at + PAGE : at + PAGE + size])
-            return [bytes(scratch[at : at + HEADER_BYTES]) for at in starts]
+                self._scratch.give(scratch)
+        return out
+
+    def _move(self, call: _Move, laid: Sequence[_Laid]) -> list[OSError | None]:
+        """Move one run after the other, with nothing done between them.
+
+        What ran before a payload passed through the processor's caches is no longer in them.
+        """
+        out: list[OSError | None] = []
+        held = self._hold([each.run[0].segment for each in laid])
+        try:
+            for file, each in zip(held, laid, strict=True):
+                error = file.error
+                if error is None:
+                    try:
+                        count = call(file.descriptor, each.buffers, each.offset)
+                        if count != each.nbytes:
+                            error = OSError(errno.EIO, f"moved {count} of {each.nbytes} bytes")
+                    except OSError as raised:
+                        error = raised.with_traceback(None)  # which would keep the buffers
+                out.append(error)
         finally:
-            self._scratch.give(borrowed)
+            self._let_go(held)
+        return out
 
     def sync(self, segments: Iterable[Segment]) -> None:
         """Bring what was written to segments to the disk, and that new ones exist."""
@@ -155,16 +182,16 @@ class SegmentFiles:
         except MisuseError as error:
             raise OSError(errno.EBADF, "the store is closed") from error
 
-    def _sync_each(self, segments: Iterable[Segment]) -> None:
-        for segment in segments:
-            self._sync(segment)
-
-    def _sync(self, segment: Segment) -> None:
-        held = self._hold(segment)
-        try:
-            self._io.fdatasync(held.descriptor)
-        finally:
-            self._let_go(held)
+    def _sync_each(self, segments: Sequence[Segment]) -> None:
+        for start in range(0, len(segments), _HELD):
+            held = self._hold(segments[start : start + _HELD])
+            try:
+                for file in held:
+                    if file.error is not None:
+                        raise file.error
+                    self._io.fdatasync(file.descriptor)
+            finally:
+                self._let_go(held)
 
     def create(self, segment: Segment) -> None:
         """Make the file of a segment, all allocated; `sweep` removes what a failure leaves."""
@@ -204,40 +231,98 @@ class SegmentFiles:
         """Close all files: those in use when their last call ends."""
         with self._guard:
             self._closed = True
-            idle = self._surplus()
-        for descriptor in idle:
-            self._io.close(descriptor)
+        self._close_surplus()
         self._syncs.close()
 
-    def _hold(self, segment: Segment) -> _Open:
-        """Return the open file of a segment, to be let go."""
+    def _hold(self, segments: Sequence[Segment]) -> list[_Open]:
+        """Return the files of segments, open or with the error why not, to be let go."""
+        held: list[_Open] = []
         with self._guard:
-            if self._closed:
-                raise OSError(errno.EBADF, "the store is closed")
-            held = self._open.get(segment.number)
-            if held is None:
-                path = self._directory.path / segment.name
-                held = _Open(self._io.open(path, self._directory.flags))
-                self._open[segment.number] = held
-            held.users += 1
-            self._open.move_to_end(segment.number)
-            surplus = self._surplus()
-        for descriptor in surplus:
-            self._io.close(descriptor)
+            for segment in segments:
+                file = self._open.get(segment.number)
+                if file is None or self._closed:
+                    file = self._opened(segment)
+                else:
+                    self._open.move_to_end(segment.number)
+                file.users += 1
+                held.append(file)
+        self._close_surplus()
         return held
 
-    def _let_go(self, held: _Open) -> None:
-        with self._guard:
-            held.users -= 1
-            surplus = self._surplus()
-        for descriptor in surplus:
-            self._io.close(descriptor)
+    def _opened(self, segment: Segment) -> _Open:
+        if self._closed:
+            return _Open(-1, error=OSError(errno.EBADF, "the store is closed"))
+        path = self._directory.path / segment.name
+        try:
+            file = _Open(self._io.open(path, self._directory.flags))
+        except OSError as error:
+            return _Open(-1, error=error.with_traceback(None))
+        self._open[segment.number] = file
+        return file
 
-    def _surplus(self) -> list[int]:
-        """Forget, and return to be closed, the idle files that are too many."""
-        too_many = len(self._open) - (0 if self._closed else _MAX_OPEN)
-        if too_many <= 0:
-            return []
-        idle = [number for number, one in self._open.items() if not one.users]
-        surplus = idle[:too_many]
-        return [self._open.pop(number).descriptor for number in surplus]
+    def _let_go(self, held: Sequence[_Open]) -> None:
+        with self._guard:
+            for file in held:
+                file.users -= 1
+        self._close_surplus()
+
+    def _close_surplus(self) -> None:
+        """Close the idle files that are too many."""
+        most = 0 if self._closed else _MAX_OPEN
+        if len(self._open) <= most:
+            return
+        with self._guard:
+            idle = [number for number, one in self._open.items() if not one.users]
+            surplus = [self._open.pop(number) for number in idle[: max(0, len(self._open) - most)]]
+        for file in surplus:
+            self._io.close(file.descriptor)
+
+
+def _lots(runs: Sequence[Run]) -> Iterator[tuple[list[tuple[Run, list[int]]], int]]:
+    """Yield runs in lots that need few files and little scratch memory.
+
+    With each run, how much each of its records needs, and with each lot, how much all of it does.
+    """
+    lot: list[tuple[Run, list[int]]] = []
+    need = 0
+    for run in runs:
+        stride = run[0].segment.stride
+        sizes = [
+            PAGE if len(one.data) >= stride - PAGE and is_aligned(one.data) else stride
+            for one in run
+        ]
+        more = sum(sizes)
+        if lot and (len(lot) == _HELD or need + more > _LOT_BYTES):
+            yield lot, need
+            lot, need = [], 0
+        lot.append((run, sizes))
+        need += more
+    if lot:
+        yield lot, need
+
+
+def _lay(lot: Sequence[tuple[Run, list[int]]], scratch: memoryview) -> list[_Laid]:
+    """Lay runs out for the system: scratch memory and that of the records in turn."""
+    laid: list[_Laid] = []
+    at = 0
+    for run, sizes in lot:
+        segment = run[0].segment
+        buffers: list[memoryview] = []
+        pieces: list[memoryview] = []
+        for one, size in zip(run, sizes, strict=True):
+            piece = scratch[at : at + size]
+            at += size
+            pieces.append(piece)
+            buffers.append(piece)
+            if size < segment.stride:
+                buffers.append(one.data[: segment.stride - PAGE])
+        place = segment.offset(run[0].slot)
+        laid.append(_Laid(run, pieces, buffers, place, segment.stride * len(run)))
+    return laid
+
+
+def _pad(target: memoryview, data: memoryview) -> None:
+    """Copy a payload, and zeros up to the end."""
+    taken = min(len(data), len(target))
+    copy(target[:taken], data[:taken])
+    target[taken:] = bytes(len(target) - taken)

@@ -18,7 +18,7 @@ from kvtier.events import note
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import Segment
 from kvtier.storage_backends.slab_batch import Batch, Known
-from kvtier.storage_backends.slab_files import SegmentFiles
+from kvtier.storage_backends.slab_files import Placed, SegmentFiles
 from kvtier.storage_backends.slab_index import Entry, IndexFull, Page
 from kvtier.storage_backends.slab_recovery import Recovered
 from kvtier.storage_backends.slab_space import Log, Space
@@ -108,16 +108,20 @@ class Ledger(Space):
         """Return the entries that no commit has brought into the index yet."""
         return {name: entry for name, entry in self.changes().items() if entry}
 
-    def look(self, names: Sequence[RecordId], heads: Sequence[bytes]) -> list[Known]:
-        """Say of each record that is to be written what is known of it; names: each once."""
+    def look(
+        self, names: Sequence[RecordId], heads: Sequence[bytes]
+    ) -> tuple[Known, dict[int, Batch | None]]:
+        """Say what is known of records that are to be written; names: each once.
+
+        Also which of them, by place, are in force just so, and the batch that will commit each.
+        """
         with self._lock:
-            out: list[Known] = []
-            for name, head, indexed in zip(names, heads, self._index.find(names), strict=True):
-                batch = self._batch_of(name)
-                entry = batch.operations[name] if batch else indexed
-                there = entry is not None and entry.head == head
-                out.append(Known(name, there, batch if there else None, indexed, self._commits))
-            return out
+            known = Known(names, self._index.find(names), self._commits)
+            there: dict[int, Batch | None] = {}
+            for at, entry in enumerate(self._in_force(names, known.indexed)):
+                if entry is not None and entry.head == heads[at]:
+                    there[at] = self._batch_of(names[at])
+            return known, there
 
     def _batch_of(self, name: RecordId) -> Batch | None:
         """Return the batch that says what is in force under a name, None where the index does."""
@@ -126,42 +130,45 @@ class Ledger(Space):
         return self._in_commit if name in self._in_commit.operations else None
 
     def _find(self, names: Sequence[RecordId]) -> list[Entry | None]:
+        return self._in_force(names, self._index.find(names))
+
+    def _in_force(
+        self, names: Sequence[RecordId], indexed: list[Entry | None]
+    ) -> list[Entry | None]:
+        """Return the entries in force, of which the index has these."""
         pending, in_commit = self._pending.operations, self._in_commit.operations
-        found = self._index.find(names)
         if not pending and not in_commit:
-            return found
+            return indexed
         return [
             pending[name] if name in pending else in_commit.get(name, entry)
-            for name, entry in zip(names, found, strict=True)
+            for name, entry in zip(names, indexed, strict=True)
         ]
 
     # ------------------------------------------------------------------------------------ changes
 
-    def publish(self, segment: Segment, filled: Sequence[tuple[int, bytes, Known]]) -> Batch:
-        """Make records visible: the slot of each, its header, and what was known beforehand.
+    def publish(self, placed: Sequence[Placed], known: Known) -> Batch:
+        """Make records of a call visible, in this order. known: of all that it may write.
 
         Their payloads are written. All of them are visible, or Unavailable is raised.
         """
         with self._lock:
             now = min(int(self._wall() * 1e6), _LATEST)
-            olds = [self._replaced(known) for _, _, known in filled]
-            for (slot, head, known), old in zip(filled, olds, strict=True):
-                self._sequence = max(self._sequence + 1, now)
-                self._enter(known.name, Entry(segment.number, slot, self._sequence, head), old)
-                segment.heal(slot)
+            olds = self._replaced(known)
             batch = self._pending
-            batch.dirty[segment] = None
-            batch.bytes += segment.stride * len(filled)
+            for at, segment, slot, head, *_ in placed:
+                self._sequence = max(self._sequence + 1, now)
+                entry = Entry(segment.number, slot, self._sequence, head)
+                self._enter(known.names[at], entry, olds[at])
+                segment.heal(slot)
+                batch.dirty[segment] = None
+                batch.bytes += segment.stride
             return batch
 
-    def _replaced(self, known: Known) -> Entry | None:
-        """Return the entry in force: looked up once more only if there was a commit meanwhile."""
-        batch = self._batch_of(known.name)
-        if batch is not None:
-            return batch.operations[known.name]
-        if known.commits == self._commits:
-            return known.indexed
-        return self._index.find([known.name])[0]
+    def _replaced(self, known: Known) -> list[Entry | None]:
+        """Return the entries in force: looked up once more only if there was a commit meanwhile."""
+        if known.commits != self._commits:
+            return self._find(known.names)
+        return self._in_force(known.names, known.indexed)
 
     def remove(self, names: Sequence[RecordId]) -> tuple[list[bool], Batch]:
         """Make records invisible; say which there were. Their slots wait for the commit."""
@@ -283,7 +290,8 @@ class Ledger(Space):
         """Return up to `count` slots, those that are free at once: neighbours where there are."""
         taken: list[tuple[Segment, int]] = []
         with self._lock:
-            while len(taken) < count and (one := self._slabs.take(stride, self._clock())):
+            now = self._clock()
+            while len(taken) < count and (one := self._slabs.take(stride, now)):
                 taken.append(one)
         return taken
 

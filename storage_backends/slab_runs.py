@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from kvtier.errors import Corrupt
 from kvtier.identity.record import Header, RecordId, name_in
 from kvtier.storage_backends.slab import Segment, stride_for
+from kvtier.storage_backends.slab_files import Placed
 from kvtier.storage_backends.slab_index import Entry
 from kvtier.storage_backends.slab_ledger import Ledger
-from kvtier.tiers.store import Status, Write
+from kvtier.tiers.store import Status
 
-__all__ = ["Placed", "headers", "in_order", "readable", "runs", "unrepeated"]
+__all__ = ["headers", "in_order", "readable", "runs", "unrepeated"]
 
 _PAGE: Final = 4096
 _MOST_BYTES: Final = 4 << 20
 """Of a run, and 1,024 buffers: two for each record of two pages. Larger parts reach the device's
 speed one by one, on several threads."""
-
-
-class Placed(NamedTuple):
-    """A record's place in a call, its slot, and its header as it lies on the disk."""
-
-    at: int
-    segment: Segment
-    slot: int
-    head: bytes
 
 
 def runs(placed: Iterable[Placed]) -> Iterator[list[Placed]]:
@@ -64,17 +56,16 @@ def readable(name: RecordId, segment: Segment, entry: Entry, into: memoryview) -
     return header if len(into) >= header.stored_bytes else Status.FAILED
 
 
-def unrepeated(records: Sequence[Write]) -> Iterator[Sequence[Write]]:
-    """Yield the records in order, in lots in which each name stands once."""
+def unrepeated(names: Sequence[RecordId]) -> Iterator[slice]:
+    """Yield parts of a call, in order, in which each name stands once."""
     start = 0
-    names: set[RecordId] = set()
-    for at, record in enumerate(records):
-        name = record.header.id
-        if name in names:
-            yield records[start:at]
-            start, names = at, set()
-        names.add(name)
-    yield records[start:]
+    seen: set[RecordId] = set()
+    for at, name in enumerate(names):
+        if name in seen:
+            yield slice(start, at)
+            start, seen = at, set()
+        seen.add(name)
+    yield slice(start, len(names))
 
 
 def in_order(ledger: Ledger) -> list[RecordId]:

@@ -22,11 +22,10 @@ from msgspec import structs
 
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import FileIO
-from kvtier.storage_backends.slab_batch import Batch, Known
+from kvtier.storage_backends.slab_batch import Batch
 from kvtier.storage_backends.slab_index import Index
 from kvtier.storage_backends.slab_ledger import Ledger
-from kvtier.storage_backends.slab_runs import Placed
-from kvtier.storage_backends.slab_writer import Writer
+from kvtier.storage_backends.slab_writer import Lot, Writer
 from kvtier.testing.records import make_record
 from kvtier.tiers.store import Status, Write
 
@@ -93,22 +92,23 @@ class SteppingStore(LmdbSlabStore):
 class PublishFirst(Writer):
     """Without a guard: a record is in the index before its payload is on the disk."""
 
-    def fill(self, one: Placed, known: Known, data: memoryview) -> Batch:
-        batch = self.ledger.publish(one.segment, [(one.slot, one.head, known)])
-        self.ledger.commit(batch)
-        self.files.write(one.segment, one.slot, one.head, data)
-        return batch
+    def fill(self, lot: Lot) -> None:
+        filled = list(lot.left.values())
+        if filled:
+            self.ledger.commit(self.ledger.publish(filled, lot.known))
+        super().fill(lot)
 
 
 class OverwriteLive(Writer):
     """Without a guard: a record is replaced in its own slot."""
 
-    def fill(self, one: Placed, known: Known, data: memoryview) -> Batch:
-        (old,) = self.ledger.find([known.name])
-        live = old and self.ledger._slabs.segments.get(old.segment)
-        if old and live and live.stride == one.segment.stride:
-            self.files.write(live, old.slot, one.head, data)
-        return super().fill(one, known, data)
+    def fill(self, lot: Lot) -> None:
+        for one in list(lot.left.values()):
+            (old,) = self.ledger.find([lot.known.names[one.at]])
+            live = old and self.ledger._slabs.segments.get(old.segment)
+            if old and live and live.stride == one.segment.stride:
+                self.files.write([[one._replace(segment=live, slot=old.slot)]])
+        super().fill(lot)
 
 
 class WithoutGuard(SteppingStore):

@@ -36,7 +36,7 @@ NAMED: Final = (
     (Ledger, "slots"),
     (Ledger, "slot"),
     (Ledger, "commit"),
-    (SegmentFiles, "write_run"),
+    (SegmentFiles, "write"),
     (SegmentFiles, "sync"),
     (SegmentFiles, "create"),
     (SegmentFiles, "remove"),

@@ -10,8 +10,9 @@ import pytest
 
 from kvtier.storage_backends import slab_runs
 from kvtier.storage_backends.slab import FileIO, Segment, Slabs
+from kvtier.storage_backends.slab_files import Placed
 from kvtier.storage_backends.slab_ledger import Ledger
-from kvtier.storage_backends.slab_runs import Placed, runs
+from kvtier.storage_backends.slab_runs import runs
 from kvtier.testing.records import aligned, fetch, is_exact, make_record
 from kvtier.tiers.store import Read, Status, Store, Write
 
@@ -78,8 +79,9 @@ def test_twin_without_runs_each_costs_a_call(opened: Any, monkeypatch: pytest.Mo
 
 def test_a_run_is_bounded() -> None:
     large, small = Segment(1, MIB, 8), Segment(2, 8192, 1000)
-    placed = [Placed(at, large, at, b"") for at in range(3)]
-    placed += [Placed(3 + at, small, at, b"") for at in range(900)]
+    nothing = b"", 0, memoryview(b"")
+    placed = [Placed(at, large, at, *nothing) for at in range(3)]
+    placed += [Placed(3 + at, small, at, *nothing) for at in range(900)]
     lengths = [len(run) for run in runs(placed)]
     assert lengths == [3, 512, 388]  # 4 MiB; 1,024 buffers are the system's limit
 
