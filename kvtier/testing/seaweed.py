@@ -34,6 +34,7 @@ _GRPC: Final = 10_000  # each port of SeaweedFS takes a second one, this much hi
 _SOCKETS: Final = Path("/tmp")  # noqa: S108  (the server takes no other folder)
 _LOW_PORTS: Final = (11_000, 22_000)  # with _GRPC added, still below the ephemeral ones
 _TRIES: Final = 3
+_READER: Final = "reader"
 _SAMPLE: Final = re.compile(r"^(SeaweedFS_s3_\w+)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
 _REQUESTS: Final = "SeaweedFS_s3_request_total"
 _SENT: Final = "SeaweedFS_s3_bucket_traffic_sent_bytes_total"
@@ -76,10 +77,13 @@ class SeaweedServer:
         """Process id of the server while it runs."""
         return self._process.pid if self._process else None
 
-    def env(self) -> dict[str, str]:
-        """Return the variables that give a process the credentials of this server."""
+    def env(self, *, reader: bool = False) -> dict[str, str]:
+        """Return the variables that give a process the credentials of this server.
+
+        reader: those of one who may list and read only.
+        """
         return {
-            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_ACCESS_KEY_ID": _READER if reader else self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
             "AWS_EC2_METADATA_DISABLED": "true",
             "NO_PROXY": "127.0.0.1",
@@ -171,7 +175,12 @@ class SeaweedServer:
             "credentials": [{"accessKey": self.access_key, "secretKey": self.secret_key}],
             "actions": ["Admin", "Read", "Write", "List", "Tagging"],
         }
-        (folder / "s3.json").write_text(json.dumps({"identities": [owner]}))
+        reader = {
+            "name": _READER,
+            "credentials": [{"accessKey": _READER, "secretKey": self.secret_key}],
+            "actions": ["Read", "List"],
+        }
+        (folder / "s3.json").write_text(json.dumps({"identities": [owner, reader]}))
         command = [
             *(binary, "-logdir=.", "server", "-dir=data", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),
             *(f"-master.port={master}", f"-volume.port={volume}", f"-filer.port={filer}"),

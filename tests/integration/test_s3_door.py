@@ -10,11 +10,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import botocore.auth
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, Unavailable
 from kvtier.storage_backends import s3_errors, s3_service
 from kvtier.storage_backends.s3 import S3Store
 from kvtier.testing.proxy import DelayProxy, Fault
@@ -212,6 +213,17 @@ def web() -> Iterator[Callable[..., str]]:
 )
 def test_what_is_no_s3_service(web, s3_location, status, body, says):
     assert says in cause(web(status, body), s3_location)
+
+
+def test_a_list_that_is_none_is_no_empty_bucket(s3_open, monkeypatch):
+    """What may be deleted follows from lists: a web page in their place must not pass for one."""
+    store = s3_open()
+    for page in ({}, {"Contents": []}):
+        pages = SimpleNamespace(paginate=lambda page=page, **_: [page])
+        monkeypatch.setattr(store._client, "get_paginator", lambda _, pages=pages: pages)
+        for verb in (store.scan, store.medium().listed):
+            with pytest.raises(Unavailable, match="no S3 service"):
+                list(verb())
 
 
 REGION_ERROR = b"<Error><Code>%b</Code><Message>no</Message>%b</Error>"

@@ -81,6 +81,34 @@ def test_what_is_a_strangers_outlives_all_that_a_cache_does(s3_url, s3_objects, 
     assert len(s3_objects.listed()) == len(keys)
 
 
+# ------------------------------------------------------------------------- who may only read
+
+
+def test_who_may_only_read_loads_and_what_it_may_not_is_counted(
+    s3_url, s3_server, s3_objects, monkeypatch, capsys
+):
+    theirs, mine = prompt(TOKENS, 1), prompt(TOKENS, 2)
+    toy = opened(dram(64), s3_url)
+    toy.save("a", theirs)
+    toy.close()
+    before = s3_objects.listed()
+    for name, value in s3_server.env(reader=True).items():
+        monkeypatch.setenv(name, value)
+    toy = opened(dram(64), s3_url)
+    assert toy.load("b", theirs)[0]
+    for turn in range(6):
+        toy.save(f"c{turn}", prompt(TOKENS, 10 + turn))
+    assert toy.cache.metrics.get("tier_faults", tier="s3", reason="AccessDenied") >= 1
+    assert "let these credentials list, read, write and delete" in toy.cache.health().troubles["s3"]
+    toy.cache.clear("dram")
+    assert toy.load("d", mine)[1:] == (None, True)
+    toy.cache.invalidate(theirs, timeout=1.0)
+    toy.close()
+    assert run(["gc", s3_url]) == 2
+    assert "let these credentials" in capsys.readouterr().err
+    assert s3_objects.listed() == before
+
+
 # --------------------------------------------------------------------------------- old versions
 
 
