@@ -105,7 +105,7 @@ def finding(report: Report) -> str:
     if not sooner:
         return "Time to first token, by where the KV comes from"
     said = ", ".join(f"{times:.3g}x from {name}" for name, times in sooner.items())
-    return f"The first token comes {said} as soon as by computing"
+    return f"The first token, beside computing it: {said} sooner"
 
 
 # ---- the panels

@@ -127,7 +127,7 @@ LONG_DOC: Final = Workload(
     (
         number("--num-documents", default=3, help="Documents, besides one to warm up."),
         number("--document-length", default=512, help="Tokens of a document."),
-        number("--suffix-len", default=32, help="Tokens of a question, at most."),
+        number("--suffix-len", default=64, help="Tokens of a question, at most."),
         number("--output-len", default=4, help="Tokens of an answer."),
         number("--repeat-count", default=2, help="Questions on each document."),
         click.option(

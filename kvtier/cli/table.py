@@ -129,7 +129,7 @@ def _of_a_trace(report: Report) -> list[str]:
         f"A block of {args['block_size']} tokens became {args['block_tokens']}. Room: {room}.",
     ]
     if report.cut_prompts:
-        lines.append(f"{report.cut_prompts:,} prompts were cut to the model's context.")
+        lines.append(f"Prompts that were cut to the model's context: {report.cut_prompts:,}.")
     return lines
 
 
