@@ -149,6 +149,9 @@ def replay(
     plot = options["plot"]
     if options["tiers"]:
         return replay_stack(found, block_size, names, warmup, json_file, options)
+    for name in ("prices", "always_load"):
+        if options[name]:
+            raise ConfigError(f"--{name.replace('_', '-')} is of tiers: name them with --tier")
     block = _block_bytes(options["bytes_per_token"], found[0].block_tokens(block_size))
     sizes = _sizes(options["capacity_blocks"], options["capacity"], block)
     if not sizes and not options["sweep"]:

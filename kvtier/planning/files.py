@@ -72,7 +72,9 @@ def _apart(group: dict[int, Path], wanted: dict[Path, None]) -> list[TraceFiles]
 
 
 def _siblings(path: Path) -> dict[int, Path]:
-    """Return the numbered files of a name."""
+    """Return the numbered files of a name; a folder such as / has none."""
+    if not path.name:
+        return {}
     beside = {number: path.with_name(f"{path.name}.{number}") for number in range(1, 100)}
     return {number: one for number, one in beside.items() if one.is_file()}
 

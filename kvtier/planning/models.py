@@ -2,13 +2,13 @@
 
 The table holds the published configurations (config.json) of well-known models; another model is
 read from its own config.json. Parameters are counted from the configuration, so that they can be
-checked: embeddings, attention, feed-forward, norms.
+checked: embeddings, attention, feed-forward with its experts, norms.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,6 +17,17 @@ from kvtier.errors import ConfigError, unknown
 __all__ = ["MODELS", "ModelSize", "model_size"]
 
 _MOST: Final = 1 << 40
+_EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
+_SHOWN: Final = 80  # characters of what a file has that an error repeats
+_FIELDS: Final = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "intermediate": "intermediate_size",
+    "vocabulary": "vocab_size",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +51,14 @@ class ModelSize:
     parameters: int = 0
 
     def __post_init__(self) -> None:
-        sizes = (self.layers, self.hidden, self.heads, self.kv_heads, self.head_size)
-        if not all(0 < size < _MOST for size in (*sizes, self.intermediate, self.vocabulary)):
-            raise ConfigError(f"model {self.name!r}: every size must be at least 1")
+        for field, name in _FIELDS.items():
+            size = getattr(self, field)
+            if not 0 < size < _MOST:
+                raise ConfigError(f"model {self.name!r}: {name} must be at least 1, not {size}")
         if self.heads % self.kv_heads:
             raise ConfigError(
-                f"model {self.name!r}: {self.heads} heads do not share {self.kv_heads} KV heads"
+                f"model {self.name!r}: {self.heads} heads do not share {self.kv_heads} KV heads; "
+                "num_attention_heads is a multiple of num_key_value_heads"
             )
 
     @property
@@ -117,35 +130,68 @@ def _read(path: Path) -> ModelSize:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a JSON object")
     text = config.get("text_config", config)  # of a model that sees images, too
     if not isinstance(text, dict):
-        raise ConfigError(f"{path}: text_config must be an object, not {text!r}")
+        raise ConfigError(f"{path}: text_config must be an object, not {_shown(text)}")
     config = text
     heads = _whole(path, config, "num_attention_heads")
     hidden = _whole(path, config, "hidden_size")
     latent = _whole(path, config, "kv_lora_rank", 0)
-    return ModelSize(
+    if config.get("head_dim") is None and heads and hidden % heads:
+        raise ConfigError(
+            f"{path}: hidden_size {hidden} is no multiple of the {heads} of num_attention_heads; "
+            "say head_dim, or mend them"
+        )
+    found = ModelSize(
         name=path.parent.name if path.name == "config.json" else path.stem,
         layers=_whole(path, config, "num_hidden_layers"),
         hidden=hidden,
         heads=heads,
         kv_heads=_whole(path, config, "num_key_value_heads", heads),
-        head_size=_whole(path, config, "head_dim", max(hidden // max(heads, 1), 1)),
+        head_size=_whole(path, config, "head_dim", hidden // max(heads, 1)),
         intermediate=_whole(path, config, "intermediate_size"),
         vocabulary=_whole(path, config, "vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
         latent=latent and latent + _whole(path, config, "qk_rope_head_dim"),
     )
+    more = _of_experts(path, config, found)
+    return replace(found, parameters=found.weights + more) if more else found
+
+
+def _of_experts(path: Path, config: dict[str, Any], model: ModelSize) -> int:
+    """Return the parameters that experts add to a dense model of the same sizes.
+
+    Names are those of Mixtral, Qwen and DeepSeek, which differ.
+    """
+    counts = (_whole(path, config, name, 0) for name in _EXPERTS)
+    experts = next(filter(None, counts), 0)
+    if not experts:
+        return 0
+    size = _whole(path, config, "moe_intermediate_size", model.intermediate)
+    shared = _whole(path, config, "n_shared_experts", 0) * size
+    shared += _whole(path, config, "shared_expert_intermediate_size", 0)
+    dense = _whole(path, config, "first_k_dense_replace", 0)
+    step = max(_whole(path, config, "decoder_sparse_step", 1), 1)
+    layers = max(model.layers - dense, 0) // step
+    wider = 3 * model.hidden * (experts * size + shared - model.intermediate)
+    return layers * (wider + model.hidden * experts)
 
 
 def _whole(path: Path, config: dict[str, Any], name: str, default: int | None = None) -> int:
     value = config.get(name)
     if value is None:
         value = default
+    if value is None:
+        raise ConfigError(f"{path}: {name} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
-        raise ConfigError(f"{path}: {name} must be a whole number, not {value!r}")
+        raise ConfigError(f"{path}: {name} must be a whole number, not {_shown(value)}")
     return value
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

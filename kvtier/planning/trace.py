@@ -159,7 +159,8 @@ def read_trace(
     except (OSError, EOFError, ValueError, zlib.error, zstandard.ZstdError) as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     if not len(trace):
-        raise ConfigError("; ".join((f"{path} has no requests", *trace.notes)))
+        bad = [f"{trace.skipped:,} bad lines were left out"] if trace.skipped else []
+        raise ConfigError("; ".join((f"{path} has no requests", *bad, *trace.notes)))
     return trace
 
 
@@ -196,6 +197,8 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         rest = line
         while len(rest) == _MOST_BYTES and not rest.endswith(b"\n"):
             rest = stream.readline(_MOST_BYTES)
+        if stream is not file and not line.endswith(b"\n"):
+            line += b"\n"  # what was packed was whole: this is no tear
         if line.strip():
             yield number, line
 
@@ -216,7 +219,9 @@ def _add(trace: Trace, line: bytes) -> None:
     tokens = int(_number(fields, "input_length", int))
     output = int(_number(fields, "output_length", int))
     recording = _recording(trace, fields)
-    hashes = fields.get("hash_ids")
+    if "hash_ids" not in fields:
+        raise ConfigError("hash_ids: it is missing")
+    hashes = fields["hash_ids"]
     if not isinstance(hashes, list) or len(hashes) > _MOST_BLOCKS:
         raise ConfigError(f"hash_ids: a list of at most {_MOST_BLOCKS} is needed")
     if not all(isinstance(one, int | str) and not isinstance(one, bool) for one in hashes):
@@ -255,7 +260,9 @@ def _recording(trace: Trace, fields: dict[str, Any]) -> str:
 
 
 def _number(fields: dict[str, Any], name: str, kind: type) -> float:
-    value = fields.get(name)
+    if name not in fields:
+        raise ConfigError(f"{name}: it is missing")
+    value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         raise ConfigError(f"{name}: a number is needed, not {_shown(value)}")
     if not 0 <= value < _MOST_NUMBER:

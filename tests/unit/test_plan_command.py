@@ -81,10 +81,12 @@ def test_a_config_file_is_read_like_the_table(tmp_path):
     [
         ({"vocab_size": "many"}, "vocab_size must be a whole number, not 'many'"),
         ({"num_hidden_layers": -1}, "num_hidden_layers must be"),
-        ({"hidden_size": None}, "hidden_size must be a whole number, not None"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": 8193, "head_dim": None}, "hidden_size 8193 is no multiple of the 64"),
+        ({"vocab_size": "x" * 5000}, "not 'x{79}…$"),
         ({"num_key_value_heads": 7}, "64 heads do not share 7 KV heads"),
-        ({"intermediate_size": 0}, "every size must be at least 1"),
-        ({"kv_lora_rank": 512}, "qk_rope_head_dim must be"),
+        ({"intermediate_size": 0}, "intermediate_size must be at least 1, not 0"),
+        ({"kv_lora_rank": 512}, "qk_rope_head_dim is missing"),
         ({"text_config": 3}, "text_config must be an object"),
     ],
 )
@@ -93,6 +95,61 @@ def test_a_config_that_contradicts_itself_is_refused(tmp_path, change, says):
     path.write_text(json.dumps(CONFIG | change))
     with pytest.raises(ConfigError, match=says):
         model_size(str(path))
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "\0", "[1]"])
+def test_a_config_that_is_none_is_refused(tmp_path, text):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"config.json is not (a )?JSON"):
+        model_size(str(path))
+
+
+def sizes(hidden, layers, heads, kv_heads, intermediate, vocabulary, **more):
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "intermediate_size": intermediate,
+        "vocab_size": vocabulary,
+        **more,
+    }
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "within"),
+    [
+        (sizes(4096, 32, 32, 8, 14_336, 32_000, num_local_experts=8), 46.7, 0.003),
+        (
+            sizes(
+                *(2048, 48, 32, 4, 6144, 151_936),
+                head_dim=128,
+                num_experts=128,
+                moe_intermediate_size=768,
+            ),
+            30.5,
+            0.003,
+        ),
+        (
+            sizes(
+                *(7168, 61, 128, 128, 18_432, 129_280),
+                head_dim=128,
+                n_routed_experts=256,
+                moe_intermediate_size=2048,
+                n_shared_experts=1,
+                first_k_dense_replace=3,
+            ),
+            671,
+            0.03,  # its attention is counted as if it had KV heads
+        ),
+    ],
+)
+def test_experts_count_as_the_models_cards_say(tmp_path, config, billions, within):
+    """Mixtral 8x7B, Qwen3 30B-A3B and DeepSeek V3: as dense models, all of them would fit."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert model_size(str(path)).weights / 1e9 == pytest.approx(billions, rel=within)
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,15 @@ def bad(**change):
         ("{", "not JSON"),
         ("[" * 100_000, "not JSON"),
         ("[1]", "not a JSON object"),
-        (bad(timestamp=...), "timestamp: a number is needed, not None"),
+        (bad(timestamp=...), "timestamp: it is missing"),
+        (bad(timestamp=None), "timestamp: a number is needed, not None"),
         (bad(timestamp="now"), "timestamp: a number"),
         (bad(timestamp=-1), "timestamp: -1 is out of range"),
         (bad(input_length=-8), "input_length: -8 is out of range"),
         (bad(input_length=8.5), "input_length: a number"),
         (bad(output_length=True), "output_length: a number"),
-        (bad(hash_ids=...), "hash_ids: a list"),
+        (bad(hash_ids=...), "hash_ids: it is missing"),
+        (bad(hash_ids={}), "hash_ids: a list"),
         (bad(hash_ids=[1, None]), "hash_ids: numbers or texts"),
         (bad(hash_ids=[1, 2, 3]), "is --block-size right?"),
         (bad(hash_ids=[1]), "is --block-size right?"),
@@ -237,6 +239,8 @@ def test_a_line_without_end_is_not_read_whole(tmp_path, capsys, monkeypatch):
     ("options", "says"),
     [
         ((), "name capacities"),
+        (("--sweep", "--prices", "x"), "--prices is of tiers: name them with --tier"),
+        (("--sweep", "--always-load"), "--always-load is of tiers"),
         (("--capacity-blocks", "many"), "numbers like 1000,10000"),
         (("--capacity-blocks", "0"), "numbers like 1000,10000"),
         (("--capacity", "8GiB"), "needs --bytes-per-token"),
@@ -251,12 +255,30 @@ def test_bad_options_are_one_clear_error(trace, capsys, options, says):
     assert says in capsys.readouterr().err
 
 
-def test_files_that_are_no_traces(tmp_path, capsys):
+def test_a_packed_trace_that_ends_too_soon_is_no_torn_recording(tmp_path, capsys):
+    """What is packed was whole before: its download was cut off, and most of it may be missing."""
+    path = tmp_path / "t.zst"
+    half = f"{json.dumps(LINE)}\n{bad()[:-3]}".encode()
+    path.write_bytes(zstandard.compress(half))
+    assert run(["replay", str(path), "--block-size", "4", "--capacity-blocks", "4"]) == 2
+    assert "line 2: it is not JSON" in capsys.readouterr().err
+
+
+def test_files_that_are_no_traces(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     empty = tmp_path / "empty"
     empty.touch()
     cut = tmp_path / "cut.gz"
     cut.write_bytes(gzip.compress(f"{json.dumps(LINE)}\n".encode() * 1000)[:-20])
-    for path, says in ((empty, "has no requests"), (cut, "cannot read"), (tmp_path, "cannot read")):
+    cases = (
+        (empty, "has no requests"),
+        (cut, "cannot read"),
+        (tmp_path, "cannot read"),
+        (".", "cannot read"),
+        ("/", "cannot read"),
+        ("no/such", "cannot read"),
+    )
+    for path, says in cases:
         assert run(["replay", str(path), "--block-size", "4", "--capacity-blocks", "4"]) == 2
         assert says in capsys.readouterr().err
 
