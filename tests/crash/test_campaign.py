@@ -22,6 +22,7 @@ from kvtier.testing.crash.tracing import CAN_FAIL, Call, can_trace, trace
 traced = pytest.mark.skipif(
     not can_trace(), reason="this system does not let a process trace its children"
 )
+pytestmark = pytest.mark.timeout(120)
 failable = pytest.mark.skipif(
     not (CAN_FAIL and can_trace()), reason="system calls can be made to fail on x86-64 only"
 )
@@ -34,7 +35,7 @@ def memory() -> Iterator[Path]:
         yield Path(name)
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_few_dozen_of_each() -> None:
     totals = run(SHORT, 2, lambda *_: None)
     found = totals.summary()

@@ -16,7 +16,7 @@ from typing import Final
 
 import msgspec
 
-from kvtier.testing.crash import damage, kills, power
+from kvtier.testing.crash import damage, kills, power, tools
 from kvtier.testing.crash.judge import Findings
 from kvtier.testing.crash.tracing import CAN_FAIL, can_trace
 from kvtier.tiers import exact
@@ -28,7 +28,11 @@ Tell = Callable[[str, int, int], None]
 
 
 class Amounts(msgspec.Struct, frozen=True):
-    """How many of each, for each mode. lots: into how many tasks a series is cut."""
+    """How many of each, for each mode. lots: into how many tasks a series is cut.
+
+    full: of system calls, and of power losses, of a writer that finds its index full. tools: of
+    system calls, of steps and of power losses, for each of TOOLS.
+    """
 
     calls: int
     torn_calls: int
@@ -37,6 +41,8 @@ class Amounts(msgspec.Struct, frozen=True):
     failing: int
     power_losses: int
     lying_images: int
+    full: int
+    tools: int
     live: dict[str, int]
     at_rest: dict[str, int]
     lots: int
@@ -50,6 +56,8 @@ WHOLE: Final = Amounts(
     failing=200,
     power_losses=400,
     lying_images=200,
+    full=100,
+    tools=40,
     live={"flips": 9_500, "truncations": 800, "swaps": 500},
     at_rest={"flips": 600, "truncations": 200, "older": 150},
     lots=10,
@@ -62,6 +70,8 @@ SHORT: Final = Amounts(
     failing=6,
     power_losses=16,
     lying_images=10,
+    full=6,
+    tools=2,
     live={"flips": 200, "truncations": 40, "swaps": 40},
     at_rest={"flips": 24, "truncations": 8, "older": 8},
     lots=1,
@@ -131,7 +141,7 @@ class Totals:
 
 
 def _kill_points(counts: Counter[str]) -> int:
-    return counts["call_points"] + counts["step_points"] + counts["recovery_points"]
+    return sum(counts[f"{kind}_points"] for kind in ("call", "step", "recovery", "tool"))
 
 
 def run(amounts: Amounts, jobs: int, tell: Tell, folder: Path | None = None) -> Totals:
@@ -176,7 +186,7 @@ def without_checksums() -> Iterator[None]:
 
 
 def _tasks(amounts: Amounts, *, traced: bool) -> Iterator[Task]:
-    series = {"steps": amounts.steps}
+    series = {"steps": amounts.steps, "tools' steps": amounts.tools}
     if traced:
         series |= {
             "calls": amounts.calls,
@@ -184,6 +194,10 @@ def _tasks(amounts: Amounts, *, traced: bool) -> Iterator[Task]:
             "recoveries": amounts.recoveries,
             "power losses": amounts.power_losses,
             "lying syncs": amounts.lying_images,
+            "full index, calls": amounts.full,
+            "full index, power losses": amounts.full,
+            "tools' calls": amounts.tools,
+            "tools' power losses": amounts.tools,
         }
         if CAN_FAIL:
             series["failing calls"] = amounts.failing
@@ -206,12 +220,17 @@ def _do(task: Task, bases: Sequence[Path]) -> Findings:
     if first == "resting":
         return damage.at_rest(list(bases), mode, kind, count, task.offset)
     series: dict[str, Callable[[Path, str, int, int, int], Findings]] = {
-        "calls": functools.partial(kills.at_calls, torn=False),
+        "calls": kills.at_calls,
         "torn calls": functools.partial(kills.at_calls, torn=True),
         "steps": kills.at_steps,
         "recoveries": kills.while_recovering,
         "failing calls": kills.failing_calls,
-        "power losses": functools.partial(power.power_losses, lying=False),
+        "full index, calls": functools.partial(kills.at_calls, fills=True),
+        "full index, power losses": functools.partial(power.power_losses, fills=True),
+        "tools' calls": tools.at_calls,
+        "tools' steps": tools.at_steps,
+        "tools' power losses": tools.power_losses,
+        "power losses": power.power_losses,
         "lying syncs": functools.partial(power.power_losses, lying=True),
     }
     return series[task.series](base, mode, task.most, task.offset, task.stride)

@@ -17,11 +17,12 @@ from kvtier.identity.record import Header
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.crash.tracing import fork_and_wait
 from kvtier.testing.crash.workload import CAPACITY, GONE, NAMES, Told, open_store, record_of
+from kvtier.testing.overrun import disk_bytes
 from kvtier.testing.records import NAMESPACE, aligned, make_record
 from kvtier.tiers import exact
 from kvtier.tiers.store import Status
 
-__all__ = ["Findings", "Verdict", "in_child", "judge", "serve", "version_of"]
+__all__ = ["Findings", "Verdict", "in_child", "judge", "read_all", "serve", "version_of", "weigh"]
 
 _POISON: Final = 0xAB
 _SECONDS: Final = 60
@@ -118,7 +119,7 @@ def _look(folder: Path, durability: str, told: Told, *, durable: bool) -> Verdic
             found.lost = sum(GONE not in versions for versions in told.durable.values())
         return found
     with_all: tuple[Callable[[], None], ...] = (
-        lambda: _read_all(store, told, found, durable=durable),
+        lambda: read_all(store, told, found, durable=durable),
         lambda: _use(store, found),
         store.close,
     )
@@ -127,12 +128,18 @@ def _look(folder: Path, durability: str, told: Told, *, durable: bool) -> Verdic
             step()
         except Unavailable as error:
             found.notes.append(f"unavailable: {error}")
-    if sum(path.stat().st_blocks * 512 for path in folder.iterdir()) > CAPACITY:
-        found.notes.append("above its capacity")
+    weigh(folder, CAPACITY, found)
     return found
 
 
-def _read_all(store: LmdbSlabStore, told: Told, found: Verdict, *, durable: bool) -> None:
+def weigh(folder: Path, capacity: int, found: Verdict) -> None:
+    """Note it where a directory takes more than it may."""
+    if disk_bytes(folder) > capacity:
+        found.notes.append("above its capacity")
+
+
+def read_all(store: LmdbSlabStore, told: Told, found: Verdict, *, durable: bool) -> None:
+    """Read each name; count what is wrong. durable: also what of the promised is not there."""
     for number in range(NAMES):
         header, data = serve(store, number)
         version: int | None = GONE

@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 from kvtier.errors import Unavailable
 from kvtier.storage_backends.slab import FileIO
 from kvtier.testing.crash import workload
-from kvtier.testing.crash.judge import Findings, Verdict, judge
+from kvtier.testing.crash.judge import Findings, Verdict, judge, weigh
 from kvtier.testing.crash.steps import PieceIO, Steps, stepping
 from kvtier.testing.crash.tracing import KILL, Call, fork_and_wait, trace
 
@@ -85,18 +85,26 @@ def kill_at(work: Callable[[], None], at: int) -> None:
 
 
 def at_calls(
-    base: Path, durability: str, most: int, offset: int, stride: int, *, torn: bool
+    base: Path,
+    durability: str,
+    most: int,
+    offset: int,
+    stride: int,
+    *,
+    torn: bool = False,
+    fills: bool = False,
 ) -> Findings:
     """Kill a writer at up to `most` of its system calls, and judge what each leaves.
 
-    torn: it writes each payload in 16 pieces, in any order.
+    torn: it writes each payload in 16 pieces, in any order. fills: see workload.work.
     """
     findings = Findings()
     folder = base.with_name(f"case-{os.getpid()}")
 
     def work() -> None:
         io = PieceIO(5) if torn else FileIO()
-        workload.work(folder, durability, _TORN_TURNS if torn else _TURNS, 1, io)
+        turns = _TORN_TURNS if torn else _TURNS
+        workload.work(folder, durability, turns, 1, io, fills=fills)
 
     copied(base, folder)
     calls = points(work)
@@ -120,12 +128,17 @@ def at_steps(base: Path, durability: str, most: int, offset: int, stride: int) -
 
     for at in spread(_steps_of(base, folder, durability), most, offset, stride):
         copied(base, folder)
-        status = fork_and_wait(functools.partial(work, at))
-        if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
-            raise Unavailable(f"the writer was to end at step {at} and ended with {status}")
+        end_at(functools.partial(work, at), at)
         findings.counts["step_points"] += 1
         _judge(findings, base, folder, durability, f"{durability}, step {at}")
     return findings
+
+
+def end_at(work: Callable[[], None], at: int) -> None:
+    """Let somebody kill itself at its step number `at`. Raises Unavailable if it does not."""
+    status = fork_and_wait(work)
+    if not os.WIFSIGNALED(status) or os.WTERMSIG(status) != signal.SIGKILL:
+        raise Unavailable(f"the writer was to end at step {at} and ended with {status}")
 
 
 def _steps_of(base: Path, folder: Path, durability: str) -> int:
@@ -236,6 +249,9 @@ def acked_before(base: Path, durability: str) -> int:
 
 
 def _judge(findings: Findings, base: Path, folder: Path, durability: str, case: str) -> None:
+    at_once = Verdict()
+    weigh(folder, workload.CAPACITY, at_once)
+    findings.add(case, at_once)
     promised = workload.told(workload.log_of(folder).read_text(), durability)
     findings.counts["acked"] += promised.acked - acked_before(base, durability)
     findings.add(case, judge(folder, durability, promised))

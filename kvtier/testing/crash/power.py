@@ -18,12 +18,20 @@ _TURNS: Final = 30
 
 
 def power_losses(
-    base: Path, durability: str, most: int, offset: int, stride: int, *, lying: bool
+    base: Path,
+    durability: str,
+    most: int,
+    offset: int,
+    stride: int,
+    *,
+    lying: bool = False,
+    fills: bool = False,
 ) -> Findings:
     """Record a writer, cut its power at `most` moments, and judge what each leaves.
 
     lying: from a moment before on, syncs are acknowledged and nothing is brought to the disk. What
     was promised may be lost then, and is not looked for; everything that is served must be exact.
+    fills: see workload.work.
     """
     findings = Findings()
     folder = base.with_name(f"case-{os.getpid()}")
@@ -33,7 +41,7 @@ def power_losses(
     told_before = log.read_text()
 
     def work() -> None:
-        workload.work(folder, durability, _TURNS, 4)
+        workload.work(folder, durability, _TURNS, 4, fills=fills)
 
     events = disk.record(work, folder, log)
     before = kills.acked_before(base, durability)

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
 
+from kvtier.storage_backends import slab_repair
 from kvtier.storage_backends.slab import PAGE, FileIO
 from kvtier.storage_backends.slab_directory import SlabDirectory
 from kvtier.storage_backends.slab_files import SegmentFiles
@@ -30,6 +31,11 @@ NAMED: Final = (
     (Ledger, "renew"),
     (SlabDirectory, "sync"),
     (SlabDirectory, "remove_draft"),
+    (SlabDirectory, "discard"),
+    (slab_repair, "remake"),
+    (slab_repair, "_within"),
+    (slab_repair, "_remove"),
+    (slab_repair, "_repair"),
     (Ledger, "publish"),
     (Ledger, "remove"),
     (Ledger, "look"),

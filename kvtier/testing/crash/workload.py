@@ -4,7 +4,8 @@ A writer notes each intention with a small letter before it calls the store, and
 capital one after it: ``w 3 17`` begins to write version 17 of name 3, ``W 3 17`` is its OK, ``d``
 and ``D`` are deletions. ``C`` says that by the mode's word all before it is durable. On a disk
 that fails, ``x 3 17`` says that the store did not take it, and ``F`` that a commit was given up:
-what was acknowledged before it, and was not durable by then, is lost.
+what was acknowledged before it, and was not durable by then, is lost. ``x 3 -1`` also says that the
+store lets a record go for a new index.
 """
 
 from __future__ import annotations
@@ -21,9 +22,12 @@ from typing import Final
 from msgspec import structs
 
 from kvtier.errors import ConfigError, Unavailable
+from kvtier.identity.record import Header
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
-from kvtier.storage_backends.slab import FileIO
+from kvtier.storage_backends.slab import FileIO, Segment
 from kvtier.storage_backends.slab_batch import Batch
+from kvtier.storage_backends.slab_files import SegmentFiles
+from kvtier.storage_backends.slab_index import IndexFull, unpack_entry
 from kvtier.testing.records import make_record
 from kvtier.tiers.store import Status, Write
 
@@ -78,26 +82,41 @@ def log_of(folder: Path) -> Path:
 
 
 def open_store(
-    folder: Path, durability: str, io: FileIO | None = None, clock: Clock | None = None
+    folder: Path,
+    durability: str,
+    io: FileIO | None = None,
+    clock: Clock | None = None,
+    capacity: int = CAPACITY,
 ) -> LmdbSlabStore:
     """Open the store of a folder."""
     io = io or FileIO()
     io.syncs = 1  # on this thread, which is traced
-    return LmdbSlabStore(folder, CAPACITY, durability=durability, io=io, clock=clock or Clock())
+    return LmdbSlabStore(folder, capacity, durability=durability, io=io, clock=clock or Clock())
 
 
 # ---- writing
 
 
-def work(folder: Path, durability: str, turns: int, seed: int, io: FileIO | None = None) -> None:
+def work(
+    folder: Path,
+    durability: str,
+    turns: int,
+    seed: int,
+    io: FileIO | None = None,
+    *,
+    fills: bool = False,
+) -> None:
     """Open a store, write, replace and delete in it, and close it; note it in its log.
 
-    It is the writer that gets killed, so it starts no threads.
+    It is the writer that gets killed, so it starts no threads. fills: some commits find the index
+    full, so that records go for a new one.
     """
     with _noted(folder) as log:
         clock = Clock()
         writer = _Writer(open_store(folder, durability, io, clock), log, clock, seed)
         for turn in range(turns):
+            if fills and turn % 4 == 1:
+                writer.fill()
             writer.turn(turn)
         writer.store.close()
         os.write(log, b"C\n")
@@ -169,6 +188,24 @@ class _Writer:
             self._clock.now += 1.0  # longer than ``batch`` lets anything wait
             self._settle()
             os.write(self._log, b"C\n")
+
+    def fill(self) -> None:
+        """Let the next commit find the index full; note which records go for that, beforehand."""
+        ledger, files = self.store._ledger, self.store._files
+        index = ledger._index
+
+        def full(_: object) -> None:
+            del vars(index)["commit"]
+            raise IndexFull("injected")
+
+        def remove(segment: Segment) -> None:
+            entries = [unpack_entry(value) for _, value in ledger._index.lot(b"", NAMES)]
+            heads = [one.head for one in entries if one.segment == segment.number]
+            self._note("x", [Header.unpack(head).depth % NAMES for head in heads], GONE)
+            SegmentFiles.remove(files, segment)
+
+        vars(index)["commit"] = full
+        vars(files)["remove"] = remove
 
     def _renew(self) -> None:
         """Let the index be made anew, by the removal of records where that needs room."""
