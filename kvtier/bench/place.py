@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 import uuid
@@ -41,6 +42,7 @@ class Place:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
+        self._seeds = itertools.count(settings.seed)  # of bad weather
         self._stack = contextlib.ExitStack()
         self._server: SeaweedServer | None = None
         self._proxy: DelayProxy | None = None
@@ -99,10 +101,11 @@ class Place:
     def spoil(self, *, bad: bool) -> None:
         """Begin or end the bad weather between the bucket and whoever uses it, if it is to be."""
         if self._proxy is not None and self._settings.chaos is not None:
-            self._proxy.storm(CHAOS if bad else {}, self._settings.seed, other=_STRANGER)
+            # Each time another: with one seed all would begin with the same few faults.
+            self._proxy.storm(CHAOS if bad else {}, next(self._seeds), other=_STRANGER)
 
     def spoilt(self) -> dict[str, int]:
-        """Return how many requests met which fault."""
+        """Return how many requests met which fault, and how many none."""
         if self._proxy is None:
             return {}
         met = sorted(self._proxy.broken.items(), key=lambda item: item[0].value)

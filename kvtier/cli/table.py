@@ -85,8 +85,9 @@ def _notes(report: Report) -> list[str]:
         spread = _spread(report.prefill_over_plain_torch_spread)
         lines.append(f"The engine's prefill runs at {spread} of plain torch's speed.")
     if report.spoilt:
-        met = ", ".join(f"{name} {count}" for name, count in report.spoilt.items())
-        lines.append(f"Requests to the bucket, by what became of them: {met}.")
+        bad = ", ".join(f"{name} {n}" for name, n in report.spoilt.items() if name != "none")
+        well = report.spoilt.get("none", 0)
+        lines.append(f"Requests to the bucket: {well} went well; others met {bad or 'nothing'}.")
     lines += _of_documents(report) + _of_a_trace(report)
     threads = report.args["threads"]
     if report.args.get("seconds_per_token") is not None:
