@@ -185,22 +185,23 @@ class Packer:
         missed = {one: status for one, status in missed.items() if one.at not in moved}
         missed |= self._read(again, ids, into, out)
         for one, status in missed.items():
-            if status is not Status.OK:  # it is gone, or not a pack of these parts
-                self.places.forget(one.place.pack)
-            if one.place.pack in sound:
-                self._mending.note(ids[one.at], one.place.pack)
+            pack = one.place.pack
+            if sound.get(pack):
+                self._mending.note(ids[one.at], pack)
+            if status is not Status.OK or sound.get(pack) is False:
+                self.places.forget(pack)  # it is gone, or no pack of these parts
         return out
 
-    def _look(self, packs: Iterable[RecordId]) -> dict[RecordId, None]:
-        """Read where the parts of packs lie; return the packs that have the parts known."""
+    def _look(self, packs: Iterable[RecordId]) -> dict[RecordId, bool]:
+        """Read where the parts of packs lie; say of those that were read if they have these."""
         names = list(dict.fromkeys(packs))
         heads = [bytearray(head_bytes(order_of(name))) for name in names]
         spans = [Span(name, 0, [memoryview(head)]) for name, head in zip(names, heads, strict=True)]
         statuses = self._store.read_spans(spans) if spans else []
         return {
-            name: None
+            name: self.places.seen(name, bytes(head))
             for name, head, status in zip(names, heads, statuses, strict=True)
-            if status is Status.OK and self.places.seen(name, bytes(head))
+            if status is Status.OK
         }
 
     def _read(
@@ -254,9 +255,8 @@ class Packer:
         from here again, no such pack is taken for there (see ``learn``).
         """
         doomed: dict[RecordId, list[RecordId]] = {}
-        for name, known in zip(ids, self.places.deleted(ids), strict=True):
-            ends = [pack_id(name, order) for order in _orders(name)]
-            doomed[name] = ends if known is None else [*ends, known]
+        for name, packs in zip(ids, self.places.deleted(ids), strict=True):
+            doomed[name] = [*(pack_id(name, order) for order in _orders(name)), *packs]
         names = list(dict.fromkeys(itertools.chain.from_iterable(doomed.values())))
         fates = dict(zip(names, self._store.delete_many(names), strict=True))
         return [_worst(fates[one] for one in doomed[name]) for name in ids]

@@ -79,6 +79,7 @@ class Places:
         self._lock = threading.Lock()
         self._packs: OrderedDict[RecordId, _Known] = OrderedDict()
         self._places: dict[RecordId, Place] = {}
+        self._others: dict[RecordId, list[RecordId]] = {}  # packs in which a part lies, too
         self._deleted: OrderedDict[RecordId, None] = OrderedDict()
         self._residue = 0
         self._sized: bool | None = None  # whether any that was looked into was of version 2
@@ -88,11 +89,12 @@ class Places:
     def written(
         self, name: RecordId, members: Sequence[RecordId], nbytes: int, lengths: tuple[int, ...]
     ) -> None:
-        """Take it that there is that record of these parts; of one part, that it lies alone."""
+        """Take it that there is that record of these parts."""
         with self._lock:
             for member in members:
                 self._deleted.pop(member, None)
-            self._put(name, members, nbytes, lengths)
+            if len(members) > 1:
+                self._put(name, members, nbytes, lengths)
 
     def learned(self, name: RecordId, members: Sequence[RecordId], nbytes: int) -> bool:
         """Take the same of a pack of another host, if none of its parts was deleted here."""
@@ -111,13 +113,10 @@ class Places:
         lengths: tuple[int, ...] | None,
     ) -> None:
         self._forget(name)
-        for member in members:
-            if (place := self._places.pop(member, None)) is not None:
-                self._gone(member, place.pack)
-        if len(members) == 1:
-            return
         self._packs[name] = _Known(tuple(members), nbytes, lengths)
         for index, member in enumerate(members):
+            if (place := self._places.get(member)) is not None:
+                self._others.setdefault(member, []).append(place.pack)
             self._places[member] = Place(name, index)
         while len(self._places) > _REMEMBERED:
             self._forget(next(iter(self._packs)))
@@ -133,8 +132,16 @@ class Places:
             return
         self._residue -= len(known.gone)
         for member in known.members:
-            if (place := self._places.get(member)) is not None and place.pack == pack:
+            others = self._others.get(member, [])
+            if self._places[member].pack != pack:
+                others.remove(pack)
+            elif others:
+                last = others.pop()
+                self._places[member] = Place(last, self._packs[last].members.index(member))
+            else:
                 del self._places[member]
+            if not others:
+                self._others.pop(member, None)
 
     def _gone(self, member: RecordId, pack: RecordId) -> bool:
         """Note that this process has no use for a part in a pack; say whether for any there."""
@@ -204,15 +211,14 @@ class Places:
 
     # ---- what goes
 
-    def deleted(self, ids: Sequence[RecordId]) -> list[RecordId | None]:
-        """Remember that parts are deleted; return the pack in which each lay, now forgotten."""
-        packs: list[RecordId | None] = []
+    def deleted(self, ids: Sequence[RecordId]) -> list[list[RecordId]]:
+        """Remember that parts are deleted; return the packs in which each lay, now forgotten."""
+        packs: list[list[RecordId]] = []
         with self._lock:
             for name in ids:
-                place = self._places.get(name)
-                packs.append(place.pack if place is not None else None)
-                if place is not None:
-                    self._forget(place.pack)
+                packs.append(holding := self._holding(name))
+                for pack in holding:
+                    self._forget(pack)
                 self._deleted[name] = None
                 self._deleted.move_to_end(name)
             while len(self._deleted) > _DELETED:
@@ -227,10 +233,15 @@ class Places:
         doomed: dict[RecordId, None] = {}
         with self._lock:
             for name in ids:
-                place = self._places.get(name)
-                if place is None or self._gone(name, place.pack):
-                    doomed[name if place is None else place.pack] = None
+                holding = self._holding(name)
+                gone = [pack for pack in holding if self._gone(name, pack)]
+                doomed |= dict.fromkeys(gone if holding else [name])
         return list(doomed)
+
+    def _holding(self, member: RecordId) -> list[RecordId]:
+        """Return all packs that are known to have a part."""
+        place = self._places.get(member)
+        return [place.pack, *self._others.get(member, ())] if place is not None else []
 
     @property
     def residue(self) -> int:

@@ -28,6 +28,7 @@ from kvtier.tiers.pack import (
     unpacked_id,
 )
 from kvtier.tiers.packer import Packer
+from kvtier.tiers.places import Places
 from kvtier.tiers.store import Status, Write
 
 SIZE = 1000
@@ -197,15 +198,41 @@ def test_a_pack_that_is_gone_or_too_short_is_asked_for_once(packer, store):
     assert len(store.spans) == spans
 
 
-def test_a_part_that_is_written_alone_is_looked_for_there(packer, store):
-    """And its pack goes when nobody here needs any of the others."""
+@pytest.fixture
+def twice(packer, store):
+    """Return records of which the first two lie in two packs."""
     records = chain(0, 4)
+    packer.write_many(records[:2])
     packer.write_many(records)
-    packer.write_many(records[1:2])
-    assert read(packer, records) == [OK] * 4
-    assert [span.start for span in store.spans] == [member_at(at, 2, SIZE) for at in (0, 2)]
-    packer.evict_many(names([records[0], *records[2:]]))
-    assert [header.id for header in store.scan()] == names(records[1:2])
+    assert [order_of(header.id) for header in store.scan()] == [1, 2]
+    return records
+
+
+def test_what_lies_in_two_packs_is_deleted_from_both(packer, store, twice):
+    packer.delete_many(names(twice[:1]))
+    assert list(store.scan()) == []
+
+
+def test_twin_known_in_one_alone_it_would_stay_in_the_other(packer, store, twice, monkeypatch):
+    where = Places._holding
+    monkeypatch.setattr(Places, "_holding", lambda self, member: where(self, member)[:1])
+    packer.delete_many(names(twice[:1]))
+    assert [order_of(header.id) for header in store.scan()] == [1]
+
+
+def test_what_lies_in_two_packs_is_let_go_from_both(packer, store, twice):
+    packer.evict_many(names(twice[:3]))
+    assert [order_of(header.id) for header in store.scan()] == [2]
+    assert packer.places.residue == 3
+    packer.evict_many(names(twice[3:]))
+    assert list(store.scan()) == []
+    assert (packer.places.residue, packer.places._places, packer.places._others) == (0, {}, {})
+
+
+def test_what_lies_in_two_packs_is_found_in_the_other_when_one_is_gone(packer, store, twice):
+    store.delete_many([pack_id(twice[3].header.id, 2)])
+    assert read(packer, twice) == [ABSENT] * 4
+    assert read(packer, twice) == [OK] * 2 + [ABSENT] * 2
 
 
 def test_a_flipped_header_spoils_one_part(packer, store):
@@ -227,6 +254,7 @@ def test_what_is_no_pack_of_these_parts_is_not_taken_for_a_spoilt_one(packer, st
     assert read(packer, records) == [CORRUPT] * 4
     packer.write_many(records[1:2])
     assert not store.deleted
+    assert read(packer, records) == [ABSENT, OK, ABSENT, ABSENT]
 
 
 def test_a_pack_that_is_not_written_fails_each_of_its_parts(packer, store):
