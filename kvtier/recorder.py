@@ -153,13 +153,19 @@ class Recorder:
             if self._closed:
                 return
             self._closed = True
+        ended = False
         with contextlib.suppress(TimeoutError, CancelledError, MisuseError):  # or the flow is over
-            self._flow.spawn(self._write()).result(_CLOSE_SECONDS)
+            last = self._flow.spawn(self._write())
+            try:
+                last.result(_CLOSE_SECONDS)
+                ended = True
+            finally:
+                last.cancel()
         self._turns.cancel()
         self._own.close()
-        self._pool.close(0.0 if self._waiting else _CLOSE_SECONDS)
-        if self._waiting:
-            self._metrics.add("unrecorded_requests", len(self._waiting), reason="closed")
+        self._pool.close(_CLOSE_SECONDS if ended else 0.0)
+        if left := len(self._taken(whole=True)):
+            self._metrics.add("unrecorded_requests", left, reason="closed")
 
     # ---- on the flow loop
 
@@ -183,16 +189,19 @@ class Recorder:
                 except Exception as error:  # noqa: BLE001  (no memory, no thread: the next may have)
                     self._metrics.add("unrecorded_requests", count, reason="failed")
                     self._report.warn("record", f"requests are not recorded: {error}")
+                except BaseException:  # it is cancelled: a disk that hangs, at the end
+                    self._metrics.add("unrecorded_requests", count, reason="closed")
+                    raise
                 else:
                     self._metrics.add("recorded_requests", count)
                 data, count = bytearray(), 0
 
-    def _taken(self) -> list[_Noted]:
-        """Take a piece of what waits."""
+    def _taken(self, *, whole: bool = False) -> list[_Noted]:
+        """Take a piece of what waits, or all of it."""
         some: list[_Noted] = []
         weight = 0
         with self._lock:
-            while self._waiting and weight < _PIECE:
+            while self._waiting and (whole or weight < _PIECE):
                 some.append(self._waiting.popleft())
                 weight += some[-1].weight
             self._weight -= weight
