@@ -183,8 +183,9 @@ class Upkeep:
     # ---- life
 
     def close(self) -> None:
-        """Write down what waits, bounded, and end all threads. Idempotent. Blocks.
+        """Write down what waits, and end all threads. Idempotent. Blocks.
 
+        Half a minute at most for what waits, and ten seconds for each tier in which calls hang.
         Its pins end. What other caches share with it goes on until the last of them is closed.
         Copies in flight may go on: their slots' memory stays mapped until the last has ended.
         """

@@ -216,8 +216,10 @@ def explain(error: Exception) -> str:
         remedy = _REMEDIES.get(error.code, "")
     elif isinstance(error, BrokenError):
         remedy = "is it a Valkey or Redis server, and does it want tls=yes?"
-    elif isinstance(error, ssl.SSLError):
+    elif isinstance(error, ssl.SSLCertVerificationError):
         remedy = "name the authority that signed its certificate by tls=/path/ca.pem"
+    elif isinstance(error, ssl.SSLError) or "handshake" in cause:
+        remedy = "nothing that speaks TLS answers there: check the port, or leave tls= out"
     elif isinstance(error, socket.gaierror):
         remedy = "check the name for a typing error"
     elif isinstance(error, OSError):
