@@ -15,6 +15,7 @@ from kvtier.units import format_bytes
 __all__ = ["show"]
 
 _WIDTH: Final = 80
+_KEPT_UP: Final = 0.9  # of what came; the last ones come late, and so end late
 _BAR: Final = 10  # characters of the slowest arm's bar
 _EIGHTHS: Final = "▏▎▍▌▋▊▉█"
 
@@ -129,9 +130,18 @@ def _of_a_trace(report: Report) -> list[str]:
         f"Requests (prompt tokens) a second: {served}.",
         f"A block of {args['block_size']} tokens became {args['block_tokens']}. Room: {room}.",
     ]
+    rate = args.get("rate")
+    if isinstance(rate, (int, float)) and (late := _late(report, rate)):
+        lines.append(f"{rate:.3g} came a second, too many for {', '.join(late)}: they waited.")
     if report.cut_prompts:
         lines.append(f"Prompts that were cut to the model's context: {report.cut_prompts:,}.")
     return lines
+
+
+def _late(report: Report, rate: float) -> list[str]:
+    """Return the arms that served clearly fewer requests a second than came."""
+    served = ((arm.name, arm.requests_per_s) for arm in report.arms)
+    return [name for name, one in served if one is not None and one < _KEPT_UP * rate]
 
 
 def _clock(report: Report) -> str:

@@ -88,12 +88,14 @@ def test_requests_that_come_too_fast_wait(trace, tmp_path):
     assert len(waited) == 3
     # each takes 0.16 s and comes 0.05 s after the one before
     assert min(waited[1:]) > 1.5 * waited[0]
+    ran = kvtier("trace", *args, "--arms", "recompute")
+    assert "24 came a second, too many for recompute: they waited." in ran.stdout
 
 
 def test_a_bad_line_is_named(trace):
     ran = kvtier("trace", with_a_bad_line(trace))
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert "line 2: input_length: a number is needed" in ran.stderr
+    assert "line 2: input_length: it is missing" in ran.stderr
 
 
 def test_documents_that_hbm_lost_are_found_in_the_tier(tmp_path):
