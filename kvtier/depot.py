@@ -17,12 +17,14 @@ from kvtier.identity.geometry import DTYPE_BYTES
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.record import Part
 from kvtier.identity.shape import Shape
+from kvtier.late import open_late
 from kvtier.memory.arena import Arena, slot_bytes_for
 from kvtier.metrics import Metrics
 from kvtier.opening import check_room, index_tiers, open_tiers
 from kvtier.policies.ages import Ages
 from kvtier.policies.door import load_policy
 from kvtier.seams import CancelledError, Flow
+from kvtier.tiers.unopened import UnopenedStore
 from kvtier.units import format_bytes, format_least
 
 __all__ = ["Depot"]
@@ -35,7 +37,8 @@ class Depot:
     """Opened for one namespace, or for none yet; others may join. The last that leaves closes it.
 
     arena: memory that is there already, in place of what `config` would have taken. The Depot
-    closes it. Raises ConfigError with cause and remedy. Opening and closing block.
+    closes it. again: see ``open_tiers``. Raises ConfigError with cause and remedy. Opening and
+    closing block.
     """
 
     def __init__(
@@ -46,6 +49,8 @@ class Depot:
         clock: Clock,
         flow: Flow,
         arena: Arena | None = None,
+        *,
+        again: bool = False,
     ) -> None:
         self.metrics = Metrics()
         self.flow = flow
@@ -60,16 +65,24 @@ class Depot:
         with contextlib.ExitStack() as undo:
             undo.callback(self.arena.close)
             undo.callback(flow.close)
-            self.tiers = open_tiers(config, flow, self.metrics, clock, part_bytes)
+            self.tiers = open_tiers(config, flow, self.metrics, clock, part_bytes, again=again)
             for tier in self.tiers.values():
                 undo.callback(tier.close)
             self._start(config, namespace, shape)
             undo.pop_all()
 
     @classmethod
-    def open(cls, config: Config, clock: Clock, flow: Flow, arena: Arena | None = None) -> Depot:
+    def open(
+        cls,
+        config: Config,
+        clock: Clock,
+        flow: Flow,
+        arena: Arena | None = None,
+        *,
+        again: bool = False,
+    ) -> Depot:
         """Open one that no namespace uses yet. Whoever opens it leaves it, too. Blocks."""
-        return cls(config, None, None, clock, flow, arena)
+        return cls(config, None, None, clock, flow, arena, again=again)
 
     def _start(self, config: Config, namespace: Namespace | None, shape: Shape | None) -> None:
         """Index what the tiers have, and start what runs in the background. Blocks."""
@@ -84,7 +97,8 @@ class Depot:
                     "leave its ttl out, and let `kvtier gc --max-age` collect there"
                 )
             ages = self._ages(setting)
-            shelves.append(Shelf(tier.name, policy, setting.capacity, shared, ages))
+            unlisted = not shared and isinstance(tier.store, UnopenedStore)
+            shelves.append(Shelf(tier.name, policy, setting.capacity, shared, unlisted, ages))
         self._shelves = shelves
         self._quotas = config.quotas
         self.numbers = {shelf.name: number for number, shelf in enumerate(shelves)}
@@ -102,6 +116,10 @@ class Depot:
         )
         index_tiers(self.catalog, self.tiers, sizes)
         self._reaper = self.flow.spawn(self.moves.reap())
+        for number, tier in self.tiers.items():
+            if isinstance(tier.store, UnopenedStore):
+                strays = self.moves.strays[number]
+                self.flow.spawn(open_late(number, tier, self.catalog, strays))
 
     def _ages(self, setting: Config | TierConfig) -> Ages | None:
         return None if setting.ttl is None else Ages(setting.ttl, self.clock)

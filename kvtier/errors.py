@@ -2,6 +2,7 @@
 
 KvtierError
 ├── ConfigError         bad input at the door: option, URL, size, file, credentials
+│   └── Unreachable     what a tier's URL names does not answer: it may be away for now
 ├── NamespaceMismatch   two parties of one cache disagree about what the bytes mean
 ├── ProtocolError       a malformed plan, record or message
 ├── MisuseError         a caller broke a documented rule (released twice, used after fork)
@@ -29,6 +30,7 @@ __all__ = [
     "ProtocolError",
     "StoreError",
     "Unavailable",
+    "Unreachable",
     "unknown",
 ]
 
@@ -39,6 +41,10 @@ class KvtierError(Exception):
 
 class ConfigError(KvtierError):
     """Bad input at the door. The message names the cause and the remedy."""
+
+
+class Unreachable(ConfigError):  # noqa: N818  (as Unavailable is)
+    """What a tier's URL names does not answer. A cache opens without it, and tries again."""
 
 
 class NamespaceMismatch(KvtierError):  # noqa: N818  (the published name)

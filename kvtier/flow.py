@@ -69,7 +69,7 @@ class Moves:
             for number, tier in tiers.items()
         }
         self.sweeper = Sweeper(catalog, tiers, strays, clock)
-        self._strays = strays
+        self.strays = strays
         self._tiers = tiers
         self._fetcher = Fetcher(catalog, arena, tiers, strays, clock)
         self._spillers = {

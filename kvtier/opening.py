@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -12,29 +13,38 @@ from kvtier.catalog.catalog import Catalog, Parts
 from kvtier.clock import Clock
 from kvtier.codecs.door import load_codec
 from kvtier.config import Config, TierConfig, load_store, store_types
-from kvtier.errors import ConfigError, unknown
+from kvtier.errors import ConfigError, Unreachable, unknown
 from kvtier.identity.record import Part as PartName
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow
 from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.coding import Coding
 from kvtier.tiers.stock import Stock, StockedStore, stock_of
-from kvtier.tiers.store import Capabilities, Store
+from kvtier.tiers.store import Capabilities, LateStore, Store
 from kvtier.tiers.tier import Tier
+from kvtier.tiers.unopened import UnopenedStore
 from kvtier.units import format_bytes, format_least
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["check_room", "index_tiers", "open_tiers"]
+__all__ = ["check_room", "index_tiers", "listed", "open_tiers"]
 
 
 def open_tiers(
-    config: Config, flow: Flow, metrics: Metrics, clock: Clock, part_bytes: Sequence[int]
+    config: Config,
+    flow: Flow,
+    metrics: Metrics,
+    clock: Clock,
+    part_bytes: Sequence[int],
+    *,
+    again: bool = False,
 ) -> dict[int, Tier]:
     """Open the tiers below DRAM, numbered from 1. Blocks. On an error none stays open.
 
     part_bytes: of each part of one chunk, for which every tier must have room; or none yet.
+    again: they were open before, by the same config. What cannot be opened then, and what does
+    not answer at any time, is a tier all the same, with an UnopenedStore: see ``late``.
     """
     types = store_types()
     tiers: dict[int, Tier] = {}
@@ -42,7 +52,7 @@ def open_tiers(
         for number, setting in enumerate(config.tiers, 1):
             store = setting.store
             if store is None:
-                store = _opened(setting, types)
+                store = _opened(setting, types, again=again)
             taken = {tier.name for tier in tiers.values()}
             name = setting.scheme if setting.scheme not in taken else f"{setting.scheme}{number}"
             admission = setting.admission or _usual_admission(store.capabilities)
@@ -61,7 +71,7 @@ def open_tiers(
     return tiers
 
 
-def _opened(setting: TierConfig, types: Mapping[str, EntryPoint]) -> Store:
+def _opened(setting: TierConfig, types: Mapping[str, EntryPoint], *, again: bool) -> Store:
     """Open the Store that a setting names. A setting made by hand was not checked before."""
     if setting.scheme not in types:
         raise unknown("tier", setting.scheme, types)
@@ -69,7 +79,13 @@ def _opened(setting: TierConfig, types: Mapping[str, EntryPoint]) -> Store:
     for option in setting.options:
         if option not in kind.OPTIONS:
             raise unknown(f"option of {setting.scheme}", option, kind.OPTIONS)
-    return kind.open(setting.location, setting.capacity, setting.options)
+    opens = functools.partial(kind.open, setting.location, setting.capacity, setting.options)
+    try:
+        return opens()
+    except ConfigError as error:
+        if not hasattr(kind, "PROMISES") or not (again or isinstance(error, Unreachable)):
+            raise
+        return UnopenedStore(cast("type[LateStore]", kind), opens, str(error))
 
 
 def _usual_admission(capabilities: Capabilities) -> str:
@@ -113,18 +129,29 @@ def index_tiers(
     Raises ConfigError when a tier cannot be listed: what is not counted would exceed its budget.
     """
     for number, tier in tiers.items():
-        capabilities = tier.store.capabilities
-        if capabilities.shared or not capabilities.durable:
+        if isinstance(tier.store, UnopenedStore):
             continue
-        try:
-            store = tier.store
-            stock = store.stock() if isinstance(store, StockedStore) else stock_of(store.scan())
-            catalog.stored_many(_parts(catalog, tier, stock, sizes), number)
-        except Exception as error:
-            raise ConfigError(
-                f"the records of tier {tier.name!r} cannot be listed "
-                f"({type(error).__name__}: {error}); repair its medium, or open without it"
-            ) from error
+        if (parts := listed(catalog, tier, tier.store, sizes)) is not None:
+            catalog.stored_many(parts, number)
+
+
+def listed(
+    catalog: Catalog, tier: Tier, store: Store, sizes: Mapping[tuple[bytes, PartName], int]
+) -> Parts | None:
+    """Return what a tier of this host has in its Store, None of any other. Blocks.
+
+    See ``index_tiers``.
+    """
+    if store.capabilities.shared or not store.capabilities.durable:
+        return None
+    try:
+        stock = store.stock() if isinstance(store, StockedStore) else stock_of(store.scan())
+        return _parts(catalog, tier, stock, sizes)
+    except Exception as error:
+        raise ConfigError(
+            f"the records of tier {tier.name!r} cannot be listed "
+            f"({type(error).__name__}: {error}); repair its medium, or open without it"
+        ) from error
 
 
 def _parts(

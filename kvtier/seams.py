@@ -36,12 +36,13 @@ def drawn(count: int) -> bytes:
 class IoPool:
     """A fixed number of daemon threads for calls that block, started when first needed.
 
-    A hung call holds one thread and never the exit of the process.
+    A hung call holds one thread and never the exit of the process. threads: how many at most; it
+    may be raised.
     """
 
     def __init__(self, name: str, threads: int) -> None:
         self._name = f"kvtier-{name}"
-        self._threads = threads
+        self.threads = threads
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._started: list[threading.Thread] = []
@@ -67,7 +68,7 @@ class IoPool:
         with self._lock:
             if self._closed:
                 raise MisuseError(f"{self._name} is closed")
-            if len(self._started) < self._threads:
+            if len(self._started) < self.threads:
                 self._start()
             self._jobs.put(job)
         return done

@@ -24,6 +24,7 @@ import os
 import secrets
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Final, Self, TypeVar
 
@@ -73,6 +74,9 @@ class FilesStore:
         )
     }
     THREADS: ClassVar[int] = 8
+    PROMISES: ClassVar[Capabilities] = Capabilities(
+        durable=True, shared=True, ranged=True, deadlines=True, overhead=OVERHEAD
+    )
     ALIGNMENT: ClassVar[int] = 1
 
     @classmethod
@@ -134,16 +138,10 @@ class FilesStore:
         Nothing is begun after its Deadline. A call that a filesystem leaves hanging, as NFS does
         while its server is away, cannot be ended by anyone.
         """
-        return Capabilities(
-            durable=True,
-            shared=True,
-            ranged=True,
-            bounded=self._bounded,
-            deadlines=True,
-            overhead=OVERHEAD,
-        )
+        return replace(self.PROMISES, bounded=self._bounded)
 
-    def footprint(self, stored_bytes: int) -> int:
+    @staticmethod
+    def footprint(stored_bytes: int) -> int:
         """Return the bytes of a record's file and of its name."""
         return footprint(stored_bytes)
 

@@ -84,6 +84,9 @@ class LmdbSlabStore:
         ),
     }
     THREADS: ClassVar[int] = 4
+    PROMISES: ClassVar[Capabilities] = Capabilities(
+        durable=True, bounded=True, overhead=LEAST_BYTES
+    )
     ALIGNMENT: ClassVar[int] = PAGE
 
     @classmethod
@@ -136,9 +139,10 @@ class LmdbSlabStore:
     @property
     def capabilities(self) -> Capabilities:
         """Durable and bounded."""
-        return Capabilities(durable=True, bounded=True, overhead=LEAST_BYTES)
+        return self.PROMISES
 
-    def footprint(self, stored_bytes: int) -> int:
+    @staticmethod
+    def footprint(stored_bytes: int) -> int:
         """Return slot and index bytes of a raw payload. Segments add about 1 in 10,000."""
         return stride_of(stored_bytes) + SLOT_CHARGE
 

@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from kvtier.clock import monotonic
-from kvtier.errors import ConfigError, Corrupt, StoreError, Unavailable
+from kvtier.errors import ConfigError, Corrupt, StoreError, Unavailable, Unreachable
 from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
@@ -100,6 +100,7 @@ class MooncakeStore:
         }
     )
     THREADS: ClassVar[int] = 4
+    PROMISES: ClassVar[Capabilities] = Capabilities(shared=True, self_evicting=True)
     ALIGNMENT: ClassVar[int] = 1
 
     @classmethod
@@ -140,9 +141,10 @@ class MooncakeStore:
     @property
     def capabilities(self) -> Capabilities:
         """Shared and self-evicting. The Tier counts the bytes."""
-        return Capabilities(shared=True, self_evicting=True)
+        return self.PROMISES
 
-    def footprint(self, stored_bytes: int) -> int:
+    @staticmethod
+    def footprint(stored_bytes: int) -> int:
         """Return the size of the object in bytes."""
         return HEADER_BYTES + stored_bytes
 
@@ -365,14 +367,14 @@ def _place_of(location: str, admin_port: int) -> _Place:
 def _reach(place: _Place) -> str:
     """Return this host's address on the way to the master.
 
-    Raises ConfigError when that is not there: the client library would try for a minute and more.
+    Raises Unreachable when that is not there: the client library would try for a minute and more.
     """
     try:
         with socket.create_connection((place.host, place.port), _CONNECT_SECONDS) as link:
             return str(link.getsockname()[0])
     except OSError as error:
         where = f"mooncake://{place.host}:{place.port}"
-        raise ConfigError(f"cannot use {where}: {error}; {_REMEDY}") from error
+        raise Unreachable(f"cannot use {where}: {error}; {_REMEDY}") from error
 
 
 def _client() -> Any:

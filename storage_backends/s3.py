@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from kvtier.clock import monotonic
-from kvtier.errors import ConfigError, Corrupt, Unavailable
+from kvtier.errors import ConfigError, Corrupt, Unavailable, Unreachable
 from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, Header, RecordId
 from kvtier.seams import Future
@@ -33,6 +33,7 @@ from kvtier.storage_backends.s3_errors import (
     contents,
     error_code,
     explain,
+    unreached,
     weather,
 )
 from kvtier.storage_backends.s3_get import Getter, bucket_url, sender_for
@@ -90,6 +91,9 @@ class S3Store:
         }
     )
     THREADS: ClassVar[int] = 16
+    PROMISES: ClassVar[Capabilities] = Capabilities(
+        durable=True, shared=True, ranged=True, deadlines=True
+    )
     prices: ClassVar[Mapping[str, float]] = PRICES
     ALIGNMENT: ClassVar[int] = 1
 
@@ -127,15 +131,17 @@ class S3Store:
             if not isinstance(error, bad):
                 raise
             where = settings.endpoint or f"region {settings.region or 'of the AWS environment'}"
-            raise ConfigError(f"cannot use s3://{place.bucket}: {explain(error, where)}") from error
+            kind = Unreachable if unreached(error) else ConfigError
+            raise kind(f"cannot use s3://{place.bucket}: {explain(error, where)}") from error
         return store
 
     @property
     def capabilities(self) -> Capabilities:
         """Durable, shared and ranged; calls end by their Deadline. The Tier counts the bytes."""
-        return Capabilities(durable=True, shared=True, ranged=True, deadlines=True)
+        return self.PROMISES
 
-    def footprint(self, stored_bytes: int) -> int:
+    @staticmethod
+    def footprint(stored_bytes: int) -> int:
         """Return the size of the object in bytes."""
         return HEADER_BYTES + stored_bytes
 

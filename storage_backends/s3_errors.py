@@ -27,6 +27,7 @@ __all__ = [
     "refused",
     "silence",
     "status_of",
+    "unreached",
     "weather",
 ]
 
@@ -59,6 +60,7 @@ _NO_CREDENTIALS: Final = frozenset(
     {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "CredentialRetrievalError"}
 )
 _SERVER_ERROR: Final = 500
+_BUSY_CODES: Final = frozenset({"429", "SlowDown"})
 _FULL_CODES: Final = frozenset({"XMinioStorageFull", "QuotaExceeded"})
 _REGION: Final = re.compile(r"[a-z0-9-]{1,32}")
 
@@ -138,6 +140,16 @@ def refused(error: Exception) -> bool:
     code, status = _answer(error)
     ours = code in _REMEDIES or code in _OTHER_REGION or code == _SKEWED
     return ours or status == 0 or (status >= _SERVER_ERROR and not _is_full(error))
+
+
+def unreached(error: Exception) -> bool:
+    """Say whether nobody answered, or a service that could not: later it may."""
+    from botocore.exceptions import ConnectionClosedError, ProxyConnectionError
+
+    if isinstance(error, (*silence(), ConnectionClosedError, ProxyConnectionError)):
+        return True
+    code, status = _answer(error)
+    return status >= _SERVER_ERROR or code in _BUSY_CODES
 
 
 def cause_of(error: Exception) -> str:

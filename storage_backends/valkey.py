@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import ClassVar, Final, NamedTuple, TypeVar
 
 from kvtier.clock import monotonic
-from kvtier.errors import ConfigError, Corrupt, Unavailable
+from kvtier.errors import ConfigError, Corrupt, Unavailable, Unreachable
 from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
 from kvtier.seams import IoPool
@@ -32,6 +33,7 @@ from kvtier.storage_backends.valkey_service import (
     parse_tls,
     refused,
     status_of,
+    unreached,
     weather,
 )
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
@@ -66,6 +68,7 @@ class ValkeyStore:
         }
     )
     THREADS: ClassVar[int] = 4
+    PROMISES: ClassVar[Capabilities] = Capabilities(shared=True, self_evicting=True, deadlines=True)
     ALIGNMENT: ClassVar[int] = 1
 
     @classmethod
@@ -81,7 +84,8 @@ class ValkeyStore:
                 server = meet(link, place)
         except weather as error:
             links.close()
-            raise ConfigError(f"cannot use {place}: {explain(error)}") from error
+            kind = Unreachable if unreached(error) else ConfigError
+            raise kind(f"cannot use {place}: {explain(error)}") from error
         except BaseException:
             links.close()
             raise
@@ -105,9 +109,10 @@ class ValkeyStore:
     @property
     def capabilities(self) -> Capabilities:
         """Shared; self-evicting unless the server says that it never evicts. The Tier counts."""
-        return Capabilities(shared=True, self_evicting=self._evicts, deadlines=True)
+        return replace(self.PROMISES, self_evicting=self._evicts)
 
-    def footprint(self, stored_bytes: int) -> int:
+    @staticmethod
+    def footprint(stored_bytes: int) -> int:
         """Return the bytes of key and value, and what the server needs to keep them."""
         return HEADER_BYTES + stored_bytes + _CHARGE
 

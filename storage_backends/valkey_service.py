@@ -28,6 +28,7 @@ __all__ = [
     "parse_tls",
     "refused",
     "status_of",
+    "unreached",
     "weather",
 ]
 
@@ -197,6 +198,13 @@ def refused(error: Exception) -> bool:
     if isinstance(error, RefusedError):
         return error.code in _REMEDIES and error.code != "OOM"
     return isinstance(error, OSError)
+
+
+def unreached(error: Exception) -> bool:
+    """Say whether nobody answered, or a server that is not ready yet: later it may be."""
+    if isinstance(error, RefusedError):
+        return error.code == "LOADING"
+    return isinstance(error, OSError) and not isinstance(error, (ssl.SSLError, PermissionError))
 
 
 def cause_of(error: Exception) -> str:

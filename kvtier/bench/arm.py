@@ -34,6 +34,7 @@ from kvtier.bench.messages import (
 )
 from kvtier.bench.models import BLOCK_TOKENS, BenchModel, load_model
 from kvtier.bench.recorded import Asked, prompt
+from kvtier.bench.rungs import check_served
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.base import Device
 from kvtier.device.chaos import ChaosDevice
@@ -103,6 +104,7 @@ class Arm:
         loaded = self._model()
         if request.tiers:
             self._cache = kvtier.open(*request.tiers, namespace=loaded.namespace)
+            check_served(self._cache)
         self._engine = Engine(
             loaded.model,
             num_blocks=-(-request.tokens // BLOCK_TOKENS) + _SPARE_BLOCKS * request.spare,

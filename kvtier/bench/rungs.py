@@ -21,7 +21,7 @@ from kvtier.testing.records import kv_like
 from kvtier.transfer import CopyResult, CopyStatus
 from kvtier.units import format_bytes
 
-__all__ = ["CodecRung", "Rung", "codec", "keep", "memcpy", "tier_rung"]
+__all__ = ["CodecRung", "Rung", "check_served", "codec", "keep", "memcpy", "tier_rung"]
 
 _BLOCK: Final = 16
 _GEOMETRY: Final = kvtier.Geometry(
@@ -114,10 +114,17 @@ def tier_rung(url: str) -> Rung:
         "&".join([url, *more]),
         namespace=kvtier.Namespace(name, _GEOMETRY),
     ) as cache:
+        check_served(cache)
         try:
             return _measured(cache, hidden(url), scheme)
         finally:
             _removed(cache, hidden(url))
+
+
+def check_served(cache: kvtier.Cache) -> None:
+    """Refuse to measure a cache of which a tier is not served. Raises ConfigError."""
+    for tier, why in cache.health().troubles.items():
+        raise ConfigError(f"{tier} cannot be measured: {why}")
 
 
 def _removed(cache: kvtier.Cache, url: str) -> None:

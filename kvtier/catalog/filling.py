@@ -44,6 +44,11 @@ class Parts(NamedTuple):
         depth, nbytes, owner = int(self.depths[at]), int(self.nbytes[at]), int(self.owners[at])
         return Part(self.names[at], above, depth, nbytes, owner)
 
+    def heads_first(self) -> list[int]:
+        """Return the order in which ``fill`` takes them."""
+        order: list[int] = _heads_first(self)[0].tolist()
+        return order
+
 
 def fill(room: Room, parts: Parts, tier: int) -> list[int]:
     """Take parts into a tier; return which of them have to be taken one by one, in that order.

@@ -105,8 +105,9 @@ class Removal(Below):
             row = index.find(name)
             for tier, shelf in enumerate(self._shelves[1:], 1):
                 there = row != NO_ROW and index.present[row] & 1 << tier
-                if there or shelf.shared:  # a shared one may have what the index does not know
-                    charged = 0 if shelf.shared else index.charged[tier][row]
+                hides = shelf.shared or shelf.unlisted  # what the index does not know
+                if there or hides:
+                    charged = 0 if hides else index.charged[tier][row]
                     self._records[tier][name] = charged
                     records += 1
             for withdrawn in self._watching:
@@ -125,6 +126,11 @@ class Removal(Below):
         with self._lock:
             records, self._records[tier] = self._records[tier], {}
             return records
+
+    def lists(self, tier: int) -> None:
+        """Take it that the index knows all that a tier has."""
+        with self._lock:
+            self._shelves[tier].unlisted = False
 
     def watch(self) -> Withdrawn:
         """Begin to note the names that are withdrawn, until ``unwatch``."""

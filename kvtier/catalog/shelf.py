@@ -27,14 +27,15 @@ _MOST_TOUCHED: Final = 8
 class Shelf:
     """What the Catalog keeps of one tier: its budget and the order in which parts leave it.
 
-    policy: makes an empty one. shared: other hosts see the tier, and the index not all of it.
-    ages: where what is not used for a time leaves. used_by: bytes by share.
+    policy: makes an empty one. shared: other hosts see it, and the index not all of it. unlisted:
+    nor as long as it is not opened. ages: of what leaves if unused. used_by: bytes by share.
     """
 
     name: str
     policy: Callable[[], Policy]
     capacity: int | None
     shared: bool = False
+    unlisted: bool = False
     ages: Ages | None = None
     used: int = 0
     used_by: list[int] = field(default_factory=list)

@@ -14,6 +14,7 @@ from kvtier.catalog.strays import Strays
 from kvtier.clock import Clock
 from kvtier.identity.record import RecordId
 from kvtier.tiers.tier import Tier
+from kvtier.tiers.unopened import UnopenedStore
 
 __all__ = ["Removed", "Sweeper"]
 
@@ -111,6 +112,7 @@ class Sweeper:
     async def purge(self, digest: bytes, tell: Callable[[int], None]) -> Removed:
         """Take all parts of a namespace out of all tiers. tell: how many, now and then."""
         names: list[RecordId] = []
+        unlisted = [t.name for t in self._tiers.values() if isinstance(t.store, UnopenedStore)]
         row = 0
         while row != NO_ROW:
             lot, row = self._catalog.withdraw_namespace(digest, row)
@@ -121,11 +123,10 @@ class Sweeper:
                 strays.collect()  # lot by lot: all of a namespace would keep the loop
             await asyncio.sleep(0)  # engine threads wait for the Catalog's lock
         await self.sweep()
-        unlisted = []
         for number, tier in self._tiers.items():
-            if tier.store.capabilities.shared and not await self._purge_listed(
-                number, digest, names, tell
-            ):
+            if tier.name in unlisted or not tier.store.capabilities.shared:
+                continue
+            if not await self._purge_listed(number, digest, names, tell):
                 unlisted.append(tier.name)
         return Removed(len(names), await self._unconfirmed(names), tuple(unlisted))
 

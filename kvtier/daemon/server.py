@@ -62,7 +62,8 @@ def main() -> int:
         try:
             wanted = Settings.decode(os.pread(settings, _MOST_SETTINGS, 0))
             descriptors()  # as many as may be, before there is one for each process of before
-            depot = pulse.through(functools.partial(_depot, wanted, arena))
+            again = ended_so + hung_so > 0
+            depot = pulse.through(functools.partial(_depot, wanted, arena, again=again))
             pulse.flow = depot.flow
             table = Grants(grants, depot.arena.id)
             health = Watch(depot.troubles, functools.partial(_tell, told))
@@ -100,10 +101,10 @@ def main() -> int:
     return 0
 
 
-def _depot(settings: Settings, arena: int) -> Depot:
-    """Open the tiers. Blocks."""
+def _depot(settings: Settings, arena: int, *, again: bool) -> Depot:
+    """Open the tiers. again: a server before this one had them open. Blocks."""
     memory = Arena(0, fd=os.dup(arena))
-    return Depot.open(settings.config(), monotonic, ThreadFlow(), memory)
+    return Depot.open(settings.config(), monotonic, ThreadFlow(), memory, again=again)
 
 
 def _recorder(settings: Settings, depot: Depot) -> Recorder | None:

@@ -289,7 +289,7 @@ class Events:
         def watched_begin(row: int, part: Part) -> None:
             if part.name in {index.names[one] for one in room.withdrawn.values()}:
                 self.count("saved_anew_while_held")
-            left = [*catalog._records, *(strays._charged for strays in moves._strays.values())]
+            left = [*catalog._records, *(strays._charged for strays in moves.strays.values())]
             if any(part.name in records for records in left):  # the Catalog's lock is held
                 self.count("deleted_too_late")
             begin(row, part)

@@ -16,32 +16,39 @@ REST_SECONDS: Final = 5.0
 
 
 class Breaker:
-    """Closed: calls pass. Open: none does. Half open: one does, and decides."""
+    """Closed: calls pass. Open: none does. Half open: one does, and decides.
+
+    held: open until that is taken back, and never half open.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._failures = 0
         self._open_until = 0.0
         self._probing = False
+        self.held = False
 
     @property
     def closed(self) -> bool:
         """Say whether calls pass freely."""
-        return self._failures < FAILURES
+        return self._failures < FAILURES and not self.held
 
     @property
     def rests(self) -> bool:
         """Say whether no call passes, not even one that tries."""
-        return not self.closed and (self._probing or self._clock() < self._open_until)
+        return not self.closed and not self._half_open()
 
     def allow(self) -> bool:
         """Say whether a call may go; when half open, only the first that asks."""
         if self.closed:
             return True
-        if self._probing or self._clock() < self._open_until:
+        if not self._half_open():
             return False
         self._probing = True
         return True
+
+    def _half_open(self) -> bool:
+        return not (self.held or self._probing or self._clock() < self._open_until)
 
     def report(self, *, ok: bool) -> None:
         """Note how a call ended."""

@@ -22,9 +22,10 @@ from kvtier.codecs.base import Codec
 from kvtier.cost import Line
 from kvtier.identity.record import CODEC_RAW, Header, checksum
 from kvtier.metrics import Metrics
+from kvtier.tiers.exact import Fetched
 from kvtier.tiers.store import Read, Status, Store, Write
 
-__all__ = ["WORTH", "Coding", "Written", "send_each"]
+__all__ = ["WORTH", "Coding", "Written", "is_failed", "send_each"]
 
 WORTH: Final = 16
 """What a codec does not make smaller by one part in so many is written as it is."""
@@ -44,6 +45,12 @@ class Written(NamedTuple):
 
     status: Status
     header: Header
+
+
+def is_failed(outcome: object) -> bool:
+    """Say whether that is what became of a record, read or written."""
+    status = outcome.status if isinstance(outcome, Fetched | Written) else outcome
+    return status is Status.FAILED
 
 
 class Coding:

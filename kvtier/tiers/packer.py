@@ -31,9 +31,18 @@ from kvtier.tiers.pack import (
     repack,
 )
 from kvtier.tiers.places import Member, Places, adjacent
-from kvtier.tiers.store import Read, Span, SpanStore, Status, Write
+from kvtier.tiers.store import Read, Span, SpanStore, Status, Store, Write
 
-__all__ = ["Packer"]
+__all__ = ["Packer", "packer_for"]
+
+
+def packer_for(store: Store, mending: Mending, coding: Coding | None) -> Packer | None:
+    """Return what packs small parts in a Store, None where they lie alone."""
+    if not store.capabilities.shared or not isinstance(store, SpanStore):
+        return None
+    packer = Packer(store, mending)
+    packer.coding = coding
+    return packer
 
 
 class Packer:

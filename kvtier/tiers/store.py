@@ -31,6 +31,7 @@ __all__ = [
     "Capabilities",
     "CountingStore",
     "EncodedStore",
+    "LateStore",
     "Option",
     "PaidStore",
     "Read",
@@ -130,7 +131,8 @@ class Store(Protocol):
         """Open the medium at `location`, the part of the URL after ``scheme:``.
 
         capacity: bytes, None for unbounded. options: a value for each of OPTIONS.
-        Blocks. Raises ConfigError with cause and remedy when it cannot be used.
+        Blocks. Raises ConfigError with cause and remedy when it cannot be used; Unreachable, which
+        is one, where the medium does not answer: see LateStore.
         """
         ...
 
@@ -184,6 +186,21 @@ class EncodedStore(Store, Protocol):
 
     def encoded_footprint(self, stored_bytes: int) -> int:
         """Return the bytes that an encoded record of this payload takes from the capacity."""
+        ...
+
+
+class LateStore(Store, Protocol):
+    """A Store of which enough is known beforehand: its Tier begins without it if it must.
+
+    Where ``open`` raises Unreachable it is tried again, until it answers.
+    PROMISES: its capabilities, whatever it finds when it is opened.
+    """
+
+    PROMISES: ClassVar[Capabilities]
+
+    @staticmethod
+    def footprint(stored_bytes: int) -> int:
+        """See Store."""
         ...
 
 

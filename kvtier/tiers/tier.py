@@ -21,15 +21,15 @@ from kvtier.seams import Flow, IoPool
 from kvtier.tiers.ailments import IN_A_ROW, Ailments
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.budget import WriteBudget
-from kvtier.tiers.coding import Coding, Written, send_each
-from kvtier.tiers.exact import Fetched, Wanted, verify
-from kvtier.tiers.exact import guarded as _guarded
+from kvtier.tiers.coding import Coding, Written, is_failed, send_each
+from kvtier.tiers.exact import Fetched, Wanted, guarded, verify
 from kvtier.tiers.mending import Mending
 from kvtier.tiers.pack import longest_order, pair_bytes
-from kvtier.tiers.packer import Packer
+from kvtier.tiers.packer import packer_for
 from kvtier.tiers.settling import Settling
-from kvtier.tiers.store import EncodedStore, SpanStore, Status, Store, Write
+from kvtier.tiers.store import EncodedStore, Status, Store, Write
 from kvtier.tiers.tally import Tally
+from kvtier.tiers.unopened import UnopenedStore
 
 __all__ = ["Fetched", "Tier", "Wanted", "Written"]
 
@@ -50,8 +50,8 @@ class Tier:
     """One tier below DRAM. Its coroutines run on the Flow; none raises for a fault below.
 
     admission: which parts it takes, see Admission. writes: how much may be sent to the Store.
-    coding: what encodes records on their way down; None, as long as nothing else was said, writes
-    them as they are. What others encoded is read either way.
+    coding: what encodes records on their way down; None writes them as they are. What others
+    encoded is read either way.
     """
 
     def __init__(
@@ -66,27 +66,46 @@ class Tier:
         writes: WriteBudget | None = None,
     ) -> None:
         self.name = name
-        self.store = store
         self.admission = admission
         self.writes = writes or WriteBudget(math.inf, clock)
         self._flow = flow
         self._metrics = metrics
         self._clock = clock
         self.coding: Coding | None = None
-        self._mending = Mending(store)
-        self._packer = _packer(store, self._mending)
-        self._sized = store if isinstance(store, EncodedStore) else None
-        self._heeds = store.capabilities.deadlines
-        self._verbs = self._packer or store
         self._pool = IoPool(name, store.THREADS)
         self._breaker = Breaker(clock)
         self._report = Reporter(clock)
-        self._tally = Tally(name, store, metrics)
         self._running: dict[int, float] = {}
         self._tasks: dict[int, asyncio.Task[object]] = {}
         self._calls = 0
-        self._settling = Settling(name, store, clock)
         self._ailments = Ailments()
+        self.take(store)
+
+    def take(self, store: Store) -> None:
+        """Keep records in this Store from now on; the one before was never open. On the Flow."""
+        self.store = store
+        self._mending = Mending(store)
+        self._packer = packer_for(store, self._mending, self.coding)
+        self._sized = store if isinstance(store, EncodedStore) else None
+        self._heeds = store.capabilities.deadlines
+        self._verbs = self._packer or store
+        self._pool.threads = store.THREADS
+        self._tally = Tally(self.name, store, self._metrics)
+        self._settling = Settling(self.name, store, self._clock)
+        self._breaker.held = isinstance(store, UnopenedStore)
+        self._ailments.works("open")
+        if isinstance(store, UnopenedStore):
+            self.fails_to_open(store.why)
+
+    async def io(self, call: Callable[..., T], *args: object) -> T:
+        """Run what is no call of the Store on a thread of its own, whatever the breaker says."""
+        return await self._flow.io(self._pool, call, *args)
+
+    def fails_to_open(self, why: str) -> None:
+        """Take note that its Store could not be opened."""
+        self._metrics.add("tier_errors", tier=self.name)
+        self._report.warn(self.name, why)
+        self._ailments.fails("open", why)
 
     def encode_by(self, coding: Coding) -> None:
         """Let records be encoded. To be called before anything else."""
@@ -218,9 +237,8 @@ class Tier:
         calls = min(self.store.THREADS, len(runs))
         lots = (runs[len(runs) * i // calls : len(runs) * (i + 1) // calls] for i in range(calls))
         portions = [list(itertools.chain.from_iterable(lot)) for lot in lots]
-        outcomes = await asyncio.gather(
-            *(self._write([records[at] for at in portion]) for portion in portions)
-        )
+        writing = (self._write([records[at] for at in portion]) for portion in portions)
+        outcomes = await asyncio.gather(*writing)
         out: dict[int, Written] = {}
         for portion, outcome in zip(portions, outcomes, strict=True):
             out |= zip(portion, outcome, strict=True)
@@ -236,7 +254,8 @@ class Tier:
 
         What comes or goes meanwhile may be among them or not.
         """
-        records, full = _lazily(self.store), True
+        full, store = True, [self.store]  # which is asked by whoever takes the first
+        records: Iterator[Header] = (header for one in store for header in one.scan())
 
         def some(one: list[Iterator[Header]]) -> list[list[Header] | None]:
             return [list(itertools.islice(one[0], most))]
@@ -292,8 +311,7 @@ class Tier:
         if not self._breaker.allow():
             return failed
         self.writes.spend(sent)
-        self._calls += 1
-        serial = self._calls
+        serial = self._calls = self._calls + 1
         why: list[str] = []
 
         def begun(items: list[A]) -> list[T]:
@@ -302,8 +320,8 @@ class Tier:
             self._running[serial] = self._clock()
             noted()  # of a call before
             with under(deadline):
-                out = _guarded(call, items)
-            if all(map(_failed, out)):
+                out = guarded(call, items)
+            if all(map(is_failed, out)):
                 why[:] = [noted() or f"it fails all {len(out)} records of a call"]
             return out
 
@@ -345,7 +363,7 @@ class Tier:
             else:
                 self._breaker.pass_over()
             return failed
-        bad = sum(_failed(one) for one in out)
+        bad = sum(is_failed(one) for one in out)
         if bad:
             self._metrics.add("tier_errors", bad, tier=self.name)
         if bad == len(out) and not fair():
@@ -380,18 +398,3 @@ class Tier:
                 packs = self._packer.places if self._packer and read.header else None
                 self._mending.note(one.id, (packs and packs.pack_of(one.id)) or one.id)
         return out
-
-
-def _packer(store: Store, mending: Mending) -> Packer | None:
-    shared = store.capabilities.shared
-    return Packer(store, mending) if shared and isinstance(store, SpanStore) else None
-
-
-def _lazily(store: Store) -> Iterator[Header]:
-    """Yield what a Store lists; it is asked by whoever takes the first."""
-    yield from store.scan()
-
-
-def _failed(outcome: object) -> bool:
-    status = outcome.status if isinstance(outcome, Fetched | Written) else outcome
-    return status is Status.FAILED

@@ -69,19 +69,40 @@ def test_a_disk_that_fails_is_said_to_clients_and_operator_and_so_is_its_return(
             assert toy.cache.health().troubles == {"daemon": f"it does not answer at {one.path}"}
 
 
-def test_a_server_that_cannot_start_again_is_said_with_the_reason(tmp_path):
-    heard, folder = [], tmp_path / "kv"
-    urls = (dram(64), f"lmdb:{folder}?capacity=64MiB")
+def test_a_server_starts_and_starts_again_without_what_is_away(tmp_path):
+    heard, folder, tokens = [], tmp_path / "kv", prompt(2 * CHUNK, 1)
+    urls = (
+        dram(64),
+        f"lmdb:{folder}?capacity=64MiB&durability=each",
+        f"valkey://{tmp_path}/nobody?capacity=1MiB",
+    )
     one = Supervisor(Settings(urls, os.geteuid()), tmp_path / "s", tell=heard.append)
     with contextlib.closing(one):
         one.start(60)
-        folder.rename(tmp_path / "away")
-        folder.write_text("in its place")
-        os.kill(one.server, signal.SIGKILL)
-        soon(lambda: [each for each in heard if isinstance(each, Ails) and "kv" in str(each)], 60)
-        folder.unlink()
-        soon(lambda: isinstance(heard[-1], Started), 60)
-    assert heard[-1].generation > 1
+        url = f"unix:{one.path}?patience=5s&timeout=60s"
+        with contextlib.closing(Toy(kvtier.open(url, namespace=NAMESPACE))) as toy:
+
+            def away() -> list[str]:
+                return sorted(toy.cache.health().troubles)
+
+            assert away() == ["valkey"]
+            toy.save("save", tokens)
+            os.kill(one.server, signal.SIGKILL)
+            soon(lambda: toy.cache.match(tokens).tokens, 60)
+            assert away() == ["valkey"]
+            folder.rename(tmp_path / "away")
+            folder.write_text("in its place")
+            os.kill(one.server, signal.SIGKILL)
+            soon(lambda: away() == ["lmdb", "valkey"], 60)
+            assert f"open: {folder}: EEXIST" in toy.cache.health().troubles["lmdb"]
+            assert not toy.cache.match(tokens).tokens
+            folder.unlink()
+            (tmp_path / "away").rename(folder)
+            soon(lambda: away() == ["valkey"], 60)
+            offered, loaded, exact = toy.load("load", tokens)
+            assert offered == loaded.tokens > 0
+            assert exact
+    assert any(isinstance(each, Ails) and "lmdb" in each.troubles for each in heard)
 
 
 # ---- what is said of it

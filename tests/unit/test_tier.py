@@ -139,7 +139,7 @@ def test_an_exception_of_any_kind_becomes_a_status(bench, error, caplog):
 
 def test_unguarded_one_of_them_would_hang_its_caller(bench, monkeypatch):
     """The twin: StopIteration cannot be set on an asyncio future."""
-    monkeypatch.setattr(tier, "_guarded", lambda call, items: call(items))
+    monkeypatch.setattr(tier, "guarded", lambda call, items: call(items))
     bench.fail(StopIteration("x"))
     reported = threading.Event()
     bench.flow._running().set_exception_handler(lambda loop, context: reported.set())
