@@ -129,8 +129,7 @@ class Removal(Below):
 
     def lists(self, tier: int) -> None:
         """Take it that the index knows all that a tier has."""
-        with self._lock:
-            self._shelves[tier].unlisted = False
+        self._shelves[tier].unlisted = False
 
     def watch(self) -> Withdrawn:
         """Begin to note the names that are withdrawn, until ``unwatch``."""

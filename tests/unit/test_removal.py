@@ -54,6 +54,15 @@ def test_a_shared_tier_deletes_what_the_index_does_not_know(small):
     assert small.catalog.take_withdrawn(LMDB) == dict.fromkeys((one.name for one in parts), 0)
 
 
+def test_a_tier_that_was_not_listed_may_have_what_the_index_does_not_know(small):
+    small.catalog._shelves[LMDB].unlisted = True
+    parts = chain(2)
+    assert withdraw(small, parts) == (0, 2)
+    assert small.catalog.take_withdrawn(LMDB) == dict.fromkeys((one.name for one in parts), 0)
+    small.catalog.lists(LMDB)
+    assert withdraw(small, parts) == (0, 0)
+
+
 def test_descendants_are_orphans_and_leave_first(small):
     parts, other = chain(4), chain(4, seed=1)
     small.save(parts)

@@ -13,8 +13,10 @@ from kvtier.catalog.strays import Strays
 from kvtier.catalog.sweep import Removed, Sweeper
 from kvtier.identity.record import Header, RecordId
 from kvtier.identity.record import Part as PartName
+from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.small_catalog import LMDB, PART_BYTES, SmallCatalog, chain
 from kvtier.tiers.store import Capabilities, Status
+from kvtier.tiers.unopened import UnopenedStore
 
 DIGEST, OTHER = b"its digest".ljust(32), b"another".ljust(32)
 COUNTED = 4096  # names whose deletions are counted at a time
@@ -362,3 +364,8 @@ def test_a_tier_of_its_own_is_not_listed(bench):
     bench.store(chain(1))
     bench.disk.lots = [None]
     assert bench.purge() == Removed(1, 0)
+
+
+def test_a_tier_that_could_not_be_opened_is_named_and_not_listed(bench):
+    bench.disk.store = UnopenedStore(LmdbSlabStore, list, "no such device")
+    assert bench.purge() == Removed(0, 0, ("disk",))

@@ -236,9 +236,7 @@ def test_a_directory_that_was_there_is_indexed_when_it_is_back(directory, monkey
         assert client.match("a", 3) == 0
         if not listed:
             depots[0].catalog.lists(1)
-        gone = depots[0].catalog.withdraw(
-            [name for (name,) in names(client, "b", 3)], "invalidated"
-        )
+        gone = depots[0].catalog.withdraw([name for (name,) in names("b", 3)], "invalidated")
         assert gone == (0, 3 if listed else 0)
         back(directory)
         soon(lambda: depots[0].troubles() == {})
