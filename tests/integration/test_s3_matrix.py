@@ -140,8 +140,8 @@ def test_every_fault_on_every_verb(proxy, store, s3_open, fault):
     healed(lambda: read(store, verbs.there))
 
 
-def test_every_verb_of_a_slow_server(proxy, store, s3_open):
-    verbs = Verbs(store)
+def test_every_verb_of_a_slow_server(proxy, s3_open):
+    verbs = Verbs(s3_open(endpoint=proxy.endpoint))
     proxy.slow(0.1)
     proxy.hang_up()
     said = verbs.at_once()
