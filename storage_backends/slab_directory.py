@@ -20,6 +20,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import struct
 import threading
 from pathlib import Path
@@ -29,7 +30,15 @@ from kvtier.errors import ConfigError
 from kvtier.storage_backends.scratch import Scratch
 from kvtier.storage_backends.slab import PAGE, FileIO, Segment
 
-__all__ = ["FIXED_BYTES", "FORMAT", "SlabDirectory", "boot_id", "config_error"]
+__all__ = [
+    "FIXED_BYTES",
+    "FORMAT",
+    "SlabDirectory",
+    "boot_id",
+    "config_error",
+    "holder",
+    "refuse_odd_files",
+]
 
 FORMAT: Final = b"kvtier slab store, format 2\n"
 
@@ -39,6 +48,10 @@ FIXED_BYTES: Final = 64 << 10
 """Charged for the small files, the self-test and the directory itself."""
 
 _logger = logging.getLogger(__name__)
+_OWN: Final = re.compile(
+    r"format|lock|settings|unsynced|selftest|[\w.]+\.tmp|index\.lmdb(-lock)?|index-\w+\.bad"
+    r"|slab-\d{8}-\d{1,15}\.seg"
+)
 _FLOCK: Final = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux
 _REMEDIES: Final = {
     errno.EEXIST: "it is not a directory: choose another",
@@ -101,6 +114,20 @@ def _owner(descriptor: int) -> str | None:
     return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip() or "unknown"
 
 
+def refuse_odd_files(path: Path) -> None:
+    """Raise ConfigError where what has the name of a store's file is a link, a pipe, a directory.
+
+    A pipe would be waited for without end, and what a link leads to is not the store's.
+    """
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if _OWN.fullmatch(entry.name) and not entry.is_file(follow_symlinks=False):
+                raise ConfigError(
+                    f"{path / entry.name} is no regular file; remove it, or choose another "
+                    f"directory"
+                )
+
+
 class SlabDirectory:
     """A locked, tested directory. `direct` says whether O_DIRECT works there."""
 
@@ -121,6 +148,7 @@ class SlabDirectory:
             raise config_error(error, path) from error
         self._register()
         try:
+            refuse_odd_files(path)
             self._lock()
             self._check_format()
             self._self_test()

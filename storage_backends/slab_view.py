@@ -15,7 +15,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError, Corrupt
 from kvtier.storage_backends.slab import Segment
-from kvtier.storage_backends.slab_directory import FORMAT, holder
+from kvtier.storage_backends.slab_directory import FORMAT, holder, refuse_odd_files
 from kvtier.storage_backends.slab_pages import IndexPages
 
 __all__ = ["View"]
@@ -36,6 +36,8 @@ class View:
         """Look whether there is such a store, and who has it open."""
         self.path = path
         try:
+            if path.is_dir():
+                refuse_odd_files(path)
             self.version = self._version()
             self.holder = holder(path)
             self.capacity, self.durability = self._settings()

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from kvtier.errors import ConfigError, MisuseError
+from kvtier.storage_backends import slab_directory
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import FileIO
+from kvtier.storage_backends.slab_survey import survey
 from kvtier.testing.records import fetch, is_exact, make_record
 from kvtier.tiers.store import Status
 
@@ -64,6 +66,7 @@ OPEN_AS_NOBODY = """
 import os, sys
 from pathlib import Path
 from kvtier.errors import ConfigError
+from kvtier.storage_backends import slab_directory
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 if os.getuid() == 0:
     os.setuid(65534)
@@ -178,6 +181,51 @@ def test_use_after_close(opened: Any) -> None:
     store.close()
     with pytest.raises(MisuseError, match="closed"):
         store.contains_many([])
+
+
+def a_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def a_link(path: Path) -> None:
+    path.symlink_to(path.parent.parent / "foreign")
+
+
+ODD = [
+    *("format", "lock", "settings", "unsynced", "selftest", "index.lmdb", "index.lmdb.tmp"),
+    "slab-00000001-8192.seg",
+]
+
+
+@pytest.mark.parametrize("make", [a_pipe, a_link, Path.mkdir], ids=["pipe", "link", "directory"])
+@pytest.mark.parametrize("name", ODD)
+def test_what_is_no_regular_file_is_neither_opened_nor_followed(
+    opened: Any, name: str, make: Callable[[Path], None]
+) -> None:
+    opened().close()
+    foreign = opened.folder.parent / "foreign"
+    foreign.write_bytes(b"mine" * 5000)
+    (opened.folder / name).unlink(missing_ok=True)
+    make(opened.folder / name)
+    asked: list[Callable[[], object]] = [opened, opened.check, lambda: survey(opened.folder, quiet)]
+    for ask in asked:
+        with pytest.raises(ConfigError, match=f"{name} is no regular file; remove it, or choose"):
+            ask()
+    assert foreign.read_bytes() == b"mine" * 5000
+
+
+def test_twin_a_link_would_be_followed(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened().close()
+    foreign = opened.folder.parent / "foreign"
+    foreign.write_bytes(b"mine" * 5000)
+    (opened.folder / "selftest").symlink_to(foreign)
+    monkeypatch.setattr(slab_directory, "refuse_odd_files", lambda _: None)
+    opened()
+    assert foreign.read_bytes() != b"mine" * 5000
+
+
+def quiet(*_: object) -> None:
+    pass
 
 
 def test_a_short_write_leaves_no_format_that_nobody_knows(
