@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,15 @@ from kvtier.desk import Desk, Match
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Geometry, Needs
 from kvtier.identity.shape import Shape
+from kvtier.prefix import Prefix
 from kvtier.seams import Future
 
 __all__ = ["Adviser"]
 
+_ASK_SECONDS: Final = 1.0  # until what is asked in the background has been answered
 _PROBE_CHUNKS: Final = 4
 _PROBE_SECONDS: Final = 10.0
+_ELSEWHERE: Final = b"\xff"  # where chunks may lie of which a shared tier is asked
 _LATE: Final = 0.9  # of a fetch's time: it was begun a little before it is timed
 
 
@@ -43,6 +47,9 @@ class Adviser:
         self._clock = clock
         self._chunk = (shape.chunk_tokens, sum(shape.nbytes))
         self._whole = all(one.needs is Needs.ALL for one in geometry.components)
+        self._asked: tuple[float, Prefix] | None = None  # when it is answered, and the prompt
+        self._lock = threading.Lock()
+        self._reading: dict[bytes, int] = {}  # chunks that fetches bring up, and from where
 
     def seed(self, path: str | Path) -> None:
         """See ``Cache.seed``."""
@@ -62,6 +69,7 @@ class Adviser:
         """See ``Cache.advise``."""
         if match.pending:
             return match, Advice("load", match.tokens)
+        self._follow()
         where, stack = match.where, match.stack
         span = computed, match.tokens
         found = self.costs.advise(where, stack, span, self._chunk, whole=self._whole, meet=meet)
@@ -81,9 +89,10 @@ class Adviser:
         return Match(match.prefix, found.tokens, where, stack, match.known, unknown), found
 
     def _worth_asking(self, match: Match) -> bool:
-        """Say whether a shared tier, of which nobody knows what it has, is worth asking.
+        """Say whether a shared tier, of which nobody knows what it has, is worth waiting for.
 
-        It is the slowest, and taken to have all that follows.
+        It is the slowest, and taken to have all that follows. While its speed is not known either,
+        or it loses, it is asked in the background, and a little read of what it has.
         """
         size = self._chunk[0]
         limit = match.prefix.limit // size
@@ -96,7 +105,30 @@ class Adviser:
         found = self.costs.advise(
             all_of_it, stack, span, self._chunk, whole=self._whole, meet=False
         )
-        return found.choice != "recompute" or self.costs.probe_due(stack[-1])
+        if not found.recompute:  # the model's speed is not known: any try is as good as none
+            return True
+        known = self.costs.knows(stack[-1])
+        if known and found.choice != "recompute":
+            return True
+        if self._asked is None and (not known or self.costs.probe_due(stack[-1])):
+            self._ask(match)
+        return False
+
+    def _ask(self, match: Match) -> None:
+        """Have a shared tier asked in the background; see ``_follow``."""
+        self._asked = self._clock() + _ASK_SECONDS, match.prefix
+        self._desk.prefetch(match, 0.0)
+
+    def _follow(self) -> None:
+        """Read a little of what the shared tier has of the prompt of which it was asked."""
+        with self._lock:
+            asked = self._asked
+            if asked is None or self._clock() < asked[0]:
+                return
+            self._asked = None
+        match, last = self._desk.match(asked[1]), self._desk.tiers[-1]
+        if match.where.endswith(bytes([len(self._desk.tiers) - 1])):
+            self._probe(match, last)
 
     def _probe(self, match: Match, tier: str) -> None:
         """Read a little of a tier that loses, in the background, to see whether it still does."""
@@ -121,27 +153,46 @@ class Adviser:
     def timed(self, match: Match, first: int, within: float, running: Future[Lease | None]) -> None:
         """Learn from a fetch of chunks [first, ...) of a match, of `within` seconds, at its end."""
         size, nbytes = self._chunk
-        counts = Counter(match.where[first:])
-        below = Counter({match.stack[number]: counts[number] for number in counts if number})
-        tier, count = below.most_common(1)[0] if below else ("", 0)
-        recompute = self.costs.recompute(first * size, match.tokens) if below else 0.0
+        where, keys = match.where[first:], match.prefix.keys[first:]
+        keys = keys if match.unknown else keys[: len(where)]
+        places = where.ljust(len(keys), _ELSEWHERE)
+        with self._lock:
+            joined = self._reading.keys() & keys
+            mine = {k: at for k, at in zip(keys, places, strict=True) if at and k not in joined}
+            self._reading |= mine
+        counts = Counter(mine.values())
+        below = Counter({tier: counts[at] for at, tier in enumerate(match.stack) if counts[at]})
+        waited = match.stack[max(where)] if any(where) else ""
+        tier, count = below.most_common(1)[0] if below else (waited, 0)
+        recompute = self.costs.recompute(first * size, match.tokens) if tier else 0.0
         reading = self.costs.begin(tier, count * nbytes, recompute)
 
         def ended(done: Future[Lease | None]) -> None:
+            with self._lock:
+                for key in mine:
+                    self._reading.pop(key, None)
             lease = None if done.cancelled() or done.exception() else done.result()
+            sources = () if lease is None else lease.sources
+            came = Counter(one for k, one in zip(keys, sources, strict=False) if k not in joined)
             # Who was asked first may be what took all the time.
-            self._learn(reading, below, lease, math.inf if match.unknown else within)
+            until = math.inf if match.unknown else within
+            self._learn(reading, below, came, until, 0.0 if lease is None else lease.asked)
 
         running.add_done_callback(ended)
 
     def _learn(
-        self, reading: Reading, below: Counter[str], lease: Lease | None, within: float
+        self,
+        reading: Reading,
+        below: Counter[str],
+        came: Counter[str],
+        within: float,
+        asked: float,
     ) -> None:
         """Learn from a fetch that has ended, of one tier: the one that its time went by for.
 
-        That is the slowest of which something came or, where the time ran out, did not.
+        That is the slowest of which something came or, where the time ran out, did not. What
+        another fetch has begun to read is that one's, and neither in `below` nor in `came`.
         """
-        came = Counter(() if lease is None else lease.sources)
         late = self._clock() - reading.began >= _LATE * within
         some = ((below - came) if late else None) or came
         nbytes = {
@@ -151,7 +202,6 @@ class Adviser:
         }
         tier = self.costs.slowest(nbytes) if nbytes else reading.tier
         arrived = nbytes[tier] if came[tier] else 0
-        asked = 0.0 if lease is None else lease.asked
         seconds = self.costs.end(reading, tier, arrived, asked)
         if nbytes and not arrived:
             self.costs.overdue(reading, tier, nbytes[tier])
@@ -163,4 +213,5 @@ class Adviser:
             metrics.set("tier_latency_seconds", latency, tier=tier)
             metrics.set("tier_read_bytes_per_second", rate, tier=tier)
         if reading.recompute and seconds > reading.recompute:
-            metrics.add("load_regret_seconds", seconds - reading.recompute, tier=reading.tier)
+            regret = seconds - reading.recompute
+            metrics.add("load_regret_seconds", regret, tier=reading.tier)

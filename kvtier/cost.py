@@ -227,6 +227,11 @@ class Costs:
                 for name, line in self._tiers.items()
             }
 
+    def knows(self, tier: str) -> bool:
+        """Say whether a tier's speed is known."""
+        with self._lock:
+            return tier in self._tiers
+
     def slowest(self, nbytes: Mapping[str, int]) -> str:
         """Return the tier whose bytes are estimated to take longest: of equals, the first."""
         with self._lock:

@@ -74,6 +74,11 @@ UNITS: Final = {"ms": 1e-3, "s": 1.0}
     metavar="FILE.toml",
     help="What a month costs; for --tier. `kvtier replay --help-prices` shows the keys.",
 )
+@click.option(
+    "--at-times",
+    is_flag=True,
+    help="Let requests come at the trace's times and wait for each other; for --tier.",
+)
 @click.option("--always-load", is_flag=True, help="Load what computing is faster than, too.")
 @click.option(
     "--help-prices",

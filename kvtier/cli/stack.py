@@ -75,6 +75,7 @@ def replay_stack(
                     warmup=warmup,
                     seconds_per_unit=unit,
                     always=options["always_load"],
+                    at_times=options["at_times"],
                     overlay=overlay_of(trace, options["priorities"], options["ttl"], unit),
                     tell=tell,
                 )
@@ -115,6 +116,12 @@ def _life(years: float) -> str:
     return "" if not years else f"{years:,.1f} y" if years >= 1 else f"{years * _YEAR_DAYS:,.0f} d"
 
 
+def _waiting(found: Stack) -> str:
+    if found.at_times:
+        return "requests at the trace's times, which one engine computes one after the other"
+    return "one request at a time"
+
+
 def _show(found: Stack) -> None:
     """Print a stack: a row a tier."""
     from rich import box
@@ -152,7 +159,7 @@ def _show(found: Stack) -> None:
             console.print(f"{one.name} serves nothing here: this would be as fast without it.")
     console.print(
         f"Hit rates are of prompt tokens, in the {found.hours:,.1f} h behind the warm-up; times "
-        f"are of one request at a time. {found.skipped_tokens:,} tokens were there, and faster to "
+        f"are of {_waiting(found)}. {found.skipped_tokens:,} tokens were there, and faster to "
         f"compute. A month saves {found.gpu_hours_saved:,.0f} GPU hours, "
         f"${found.gpu_dollars_saved:,.0f}, and costs ${found.dollars:,.0f}.",
         highlight=False,

@@ -25,6 +25,7 @@ from kvtier.cost import Costs
 from kvtier.errors import ConfigError
 from kvtier.planning.optimum import optimum
 from kvtier.planning.prices import DAY, MONTH, Prices
+from kvtier.planning.queueing import Waits
 from kvtier.planning.simulate import Hits, Overlay, Tier
 from kvtier.planning.trace import Trace
 from kvtier.policies.base import Policy
@@ -54,7 +55,7 @@ class Speeds:
 
 
 class Times(msgspec.Struct, frozen=True):
-    """Times to first token in seconds, of one request at a time: nothing queues."""
+    """Times to first token in seconds."""
 
     mean: float
     p50: float
@@ -84,7 +85,8 @@ class LevelResult(msgspec.Struct, frozen=True):
 class Stack(msgspec.Struct, frozen=True):
     """A trace's replay through a stack of tiers.
 
-    skipped_tokens: there, and not loaded since computing was faster. gpu_hours_saved: a month.
+    skipped_tokens: there, and not loaded since computing was faster. at_times: requests wait for
+    each other, or each is as if alone. gpu_hours_saved: a month.
     """
 
     trace: str
@@ -95,6 +97,7 @@ class Stack(msgspec.Struct, frozen=True):
     levels: list[LevelResult]
     hit_rate: float
     skipped_tokens: int
+    at_times: bool
     ttft: Times
     ttft_without: Times
     hours: float
@@ -126,6 +129,16 @@ class Tiers:
             self.tiers.append(Tier(trace, policy, most, servable=True, overlay=overlay))
         self.hits = [0] * len(levels)
         self.read = [0] * len(levels)
+        self.start()
+
+    def start(self) -> None:
+        """Count what is written from now on."""
+        self._begun = [tier.entered for tier in self.tiers]
+
+    @property
+    def written(self) -> list[int]:
+        """Blocks that came into each tier since ``start``."""
+        return [tier.entered - was for tier, was in zip(self.tiers, self._begun, strict=True)]
 
     def find(self, blocks: Sequence[int], now: float) -> list[int]:
         """Return the tier of each block, from the first, as far as every one is in some tier."""
@@ -187,49 +200,48 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
     warmup: float = 0.0,
     seconds_per_unit: float = 1e-3,
     always: bool = False,
+    at_times: bool = False,
     overlay: Overlay | None = None,
     tell: Callable[[str, int, int], None] | None = None,
 ) -> Stack:
     """Replay a trace through a stack of tiers.
 
     seconds_per_unit: of the trace's timestamps. always: load what there is, whatever it costs.
-    overlay: above each policy. Raises ConfigError for tiers that have no room for a block.
+    at_times: requests come at the trace's times and wait for each other, see ``Waits``; what is
+    loaded is decided as if they did not. overlay: above each policy.
+    Raises ConfigError for tiers that have no room for a block.
     """
-    size, block_bytes = trace.block_tokens, trace.block_tokens * bytes_per_token
+    size, block_bytes = chunk = trace.block_tokens, trace.block_tokens * bytes_per_token
     costs = _costs(levels, speeds)
     tiers = Tiers(trace, levels, policy[1], block_bytes, overlay or Overlay())
     first = int(len(trace) * warmup)
-    hits, skipped = Hits(), 0
-    ttft: list[float] = []
-    plain: list[float] = []
-    begun = [0] * len(levels)
+    hits, skipped, saved = Hits(), 0, 0.0
+    waits, plain = (Waits(len(levels), alone=not at_times) for _ in range(2))
     names = [level.name if number else "dram" for number, level in enumerate(levels)]
     for number, (blocks, tokens) in enumerate(trace.requests()):
         if number == first:
-            begun = [tier.entered for tier in tiers.tiers]
+            tiers.start()
         found = tiers.find(blocks, trace.time(number))
         most = min(len(found) * size, max(tokens - 1, 0))
         cut = len(found)
         if most and not always:
-            chunk = size, block_bytes
             advice = costs.advise(bytes(found), names, (0, most), chunk, whole=True, meet=False)
             cut = -(-advice.tokens // size)
+        usable, now = min(cut * size, most), trace.time(number) * seconds_per_unit
+        reads = _reads(found[:cut], levels, block_bytes)
+        taken = waits.add(now, reads, costs.recompute(usable, tokens))
+        whole = plain.add(now, (), costs.recompute(0, tokens))
         if number >= first:
-            load = _count(tiers, found[:cut], levels, block_bytes, (size, tokens))
-            usable = min(cut * size, most)
+            _count(tiers, found[:cut], block_bytes, (size, tokens))
             hits.count(len(blocks), cut, tokens, size)
             skipped += most - usable
-            plain.append(costs.recompute(0, tokens))
-            ttft.append(load + costs.recompute(usable, tokens))
+            saved += whole - taken
         tiers.serve(blocks, len(found), cut)
         if tell is not None and not number % 256:
             tell(f"{trace.name}: {policy[0]}", number, len(trace))
     hours = max(trace.last_time() - trace.time(first), 0.0) * seconds_per_unit / 3600
-    saved = sum(plain) - sum(ttft)
-    written = [tier.entered - before for tier, before in zip(tiers.tiers, begun, strict=True)]
-    results = _results(trace, levels, tiers, written, hits, (hours, prices, block_bytes, warmup))
-    a_month = MONTH / (hours * 3600) if hours else 0.0
-    gpu_hours = saved / 3600 * a_month
+    results = _results(trace, levels, tiers, hits, (hours, prices, block_bytes, warmup))
+    gpu_hours = saved / 3600 * (MONTH / (hours * 3600) if hours else 0.0)
     return Stack(
         trace=trace.name,
         requests=hits.requests,
@@ -239,8 +251,9 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
         levels=results,
         hit_rate=round(hits.rate_tokens, 3),
         skipped_tokens=skipped,
-        ttft=_times(ttft),
-        ttft_without=_times(plain),
+        at_times=at_times,
+        ttft=_times(waits.times()[first:]),
+        ttft_without=_times(plain.times()[first:]),
         hours=hours,
         gpu_hours_saved=gpu_hours,
         gpu_dollars_saved=gpu_hours * prices.gpu_hour,
@@ -257,40 +270,41 @@ def _costs(levels: Sequence[Level], speeds: Speeds) -> Costs:
     return costs
 
 
-def _count(
-    tiers: Tiers,
-    found: Sequence[int],
-    levels: Sequence[Level],
-    nbytes: int,
-    tokens: tuple[int, int],
-) -> float:
-    """Count what a request reads; return how long that takes, tiers beside each other.
+def _reads(
+    found: Sequence[int], levels: Sequence[Level], nbytes: int
+) -> list[tuple[int, float, float]]:
+    """Return the tiers that a request reads, with latency and seconds of its blocks."""
+    counts = [(number, level, found.count(number)) for number, level in enumerate(levels)]
+    return [
+        (number, level.latency, blocks * nbytes / level.bytes_per_s)
+        for number, level, blocks in counts
+        if blocks
+    ]
+
+
+def _count(tiers: Tiers, found: Sequence[int], nbytes: int, tokens: tuple[int, int]) -> None:
+    """Count what a request reads.
 
     tokens: of a block, and of the prompt, whose last block may not be full.
     """
-    seconds = 0.0
     size, most = tokens
     if found:
         tiers.hits[found[-1]] -= max(len(found) * size - most, 0)
-    for number, level in enumerate(levels):
+    for number in range(len(tiers.tiers)):
         blocks = found.count(number)
-        if blocks:
-            tiers.hits[number] += blocks * size
-            tiers.read[number] += blocks * nbytes
-            seconds = max(seconds, level.latency + blocks * nbytes / level.bytes_per_s)
-    return seconds
+        tiers.hits[number] += blocks * size
+        tiers.read[number] += blocks * nbytes
 
 
 def _results(
     trace: Trace,
     levels: Sequence[Level],
     tiers: Tiers,
-    written: Sequence[int],
     hits: Hits,
     terms: tuple[float, Prices, int, float],
 ) -> list[LevelResult]:
     hours, prices, nbytes, warmup = terms
-    found, reached, blocks = [], 0, 0
+    found, reached, blocks, written = [], 0, 0, tiers.written
     for number, level in enumerate(levels):
         reached += tiers.hits[number]
         room = _UNBOUNDED if level.nbytes is None else level.nbytes // nbytes

@@ -134,3 +134,107 @@ def test_a_probe_reads_a_little_and_no_more(toy):
         time.sleep(0.001)
     assert not costs._queued["lmdb"]
     assert toy.cache.metrics.get("fetched_bytes") == 4 * CHUNK_BYTES
+
+
+class Forgetful(dict):
+    """Does not know its keys."""
+
+    def keys(self):
+        return {}.keys()
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_what_two_fetches_share_is_counted_once(toy, clock, twin):
+    """And the twin: who does not know what is being read finds the tier twice as fast."""
+    adviser = Adviser(toy.cache._desk, GEOMETRY, toy.cache.shape, clock)
+    if twin:
+        adviser._reading = Forgetful()
+    match = toy.cache.match(TOKENS)
+    leases = [toy.cache.fetch(match, timeout=20, deadline=1e6).result(20) for _ in range(2)]
+    both = [Future(), Future()]
+    for lease, running in zip(leases, both, strict=True):
+        lease.sources = ("lmdb",) * 12
+        adviser.timed(match, 0, 50.0, running)
+    clock.now += 12.0
+    for lease, running in zip(leases, both, strict=True):
+        running.set_result(lease)
+        lease.release()
+    latency, rate = adviser.costs.figures()["lmdb"]
+    assert (latency + CHUNK_BYTES / rate == pytest.approx(1.0)) is not twin
+    assert not adviser._reading
+
+
+def until(done) -> bool:
+    limit = time.monotonic() + 20
+    while not done() and time.monotonic() < limit:
+        time.sleep(0.001)
+    return done()
+
+
+class Slow(Shared):
+    """Here each read of a record takes as many seconds of a clock, and a look-up none."""
+
+    seconds = 0.0
+
+    def contains_many(self, ids):
+        return MemoryStore.contains_many(self, ids)
+
+    def read_many(self, ids, into):
+        self.clock.now += self.seconds * len(ids)
+        return super().read_many(ids, into)
+
+
+@pytest.fixture
+def others():
+    """Records that another host has written to a shared tier: three prompts."""
+    store = Shared()
+    tier = TierConfig("s3", "", None, "through", store=store)
+    one = Toy(Cache(Config(40 * CHUNK_BYTES, (tier,)), NAMESPACE))
+    for seed in range(3):
+        one.save(str(seed), prompt(12 * CHUNK + 1, seed))
+    yield dict(store._records)
+    one.close()
+
+
+@pytest.fixture
+def beside(others, clock):
+    """Return a host beside it that computes a chunk in a second, and reads one in so many."""
+    toys = []
+
+    def make(seconds):
+        store = Slow()
+        store.clock, store.seconds, store._records = clock, seconds, others
+        tier = TierConfig("s3", "", None, "on-evict", store=store)
+        one = Toy(Cache(Config(60 * CHUNK_BYTES, (tier,)), NAMESPACE, clock=clock))
+        one.cache.computed([(0, CHUNK)], 1.0)
+        toys.append(one)
+        return one
+
+    yield make
+    for one in toys:
+        one.close()
+
+
+@pytest.mark.parametrize("seconds", [0.01, 20.0])
+def test_nobody_waits_for_a_shared_tier_of_which_nothing_is_known(beside, clock, seconds):
+    """It is asked in the background, and a little read; then who waits is decided by that."""
+    one = beside(seconds)
+    cache, costs = one.cache, one.cache._adviser.costs
+    first, second, third = (prompt(12 * CHUNK + 1, seed) for seed in range(3))
+    assert cache.match(first).unknown
+    assert one.connector.match("a", first, 0).tokens == 0
+    assert not one.connector.match("a", first, 0).pending
+    assert until(lambda: cache.match(first).tokens)  # it has been asked
+    assert not costs.knows("s3")
+    clock.now += 1.0
+    assert not one.connector.match("b", second, 0).pending  # nobody waits for the little read
+    assert until(lambda: costs.knows("s3"))
+    assert cache.metrics.get("fetched_bytes") == 4 * CHUNK_BYTES
+    assert one.connector.match("c", third, 0).pending is (seconds < 1.0)
+
+
+def test_who_takes_what_is_not_known_for_fast_waits(beside, monkeypatch):
+    """The twin."""
+    one = beside(20.0)
+    monkeypatch.setattr(type(one.cache._adviser.costs), "knows", lambda costs, tier: True)
+    assert one.connector.match("a", prompt(12 * CHUNK + 1, 0), 0).pending

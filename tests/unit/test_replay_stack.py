@@ -11,6 +11,7 @@ from kvtier.cli.main import run
 from kvtier.cli.stack import parse_level
 from kvtier.errors import ConfigError
 from kvtier.planning.prices import Prices, read_prices
+from kvtier.planning.queueing import Waits
 from kvtier.planning.simulate import simulate
 from kvtier.planning.stack import Level, Speeds, simulate_stack
 from kvtier.planning.trace import Trace
@@ -67,6 +68,26 @@ def test_times_are_those_of_reading_and_of_computing_the_rest():
     )
     assert found.ttft_without.p50 == pytest.approx(13 * 0.01)
     assert found.ttft.p50 == pytest.approx(0.01 + 2 * 0.02 + 5 * 0.01)
+
+
+def test_requests_at_the_traces_times_wait_for_each_other():
+    waits, alone = Waits(1, alone=False), Waits(1, alone=True)
+    for each in (waits, alone):
+        each.add(0.0, [(0, 0.5, 2.0)], 1.0)  # there at 2.5, computed at 3.5
+        each.add(1.0, [(0, 0.5, 2.0)], 1.0)  # read from 2 on: there at 4.5
+        each.add(3.0, (), 1.0)  # computed before it, from 3.5 on
+    assert alone.times() == [3.5, 3.5, 1.0]
+    assert waits.times() == [3.5, 4.5, 1.5]
+
+
+@pytest.mark.parametrize("at_times", [False, True])
+def test_what_comes_at_once_is_computed_one_after_the_other(at_times):
+    trace = traced(["a", "b"], ["c", "d"], ["e", "f"], seconds=0)
+    found = stacked(trace, level("dram", 8), at_times=at_times)
+    one = 9 * 0.01
+    assert found.ttft.p50 == pytest.approx(2 * one if at_times else one)
+    assert found.ttft_without == found.ttft
+    assert found.gpu_hours_saved == 0.0
 
 
 def test_a_last_block_that_is_not_full_counts_with_the_tokens_it_has():
