@@ -66,6 +66,7 @@ bench: setup  ## measure everything beside its limit, into bench-*.json (half an
 	$(BIN)/python benchmarks/verify.py --json bench-verify.json
 	$(BIN)/python benchmarks/cost_model.py --json bench-cost-model.json
 	$(BIN)/python benchmarks/predicted.py --json bench-predicted.json
+	$(BIN)/python benchmarks/replay.py --json bench-replay.json
 	$(BIN)/python benchmarks/nvme.py --json bench-nvme.json --plot bench-nvme.png
 
 sim: setup  ## 10,000 simulated schedules, and each named guard taken away once, into sim.json

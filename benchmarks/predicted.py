@@ -27,7 +27,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +119,10 @@ class Measured:
             self.cache.settle(plan, CopyResult(CopyStatus.OK, plan.tokens))
 
     def serve_at_times(self, trace: Trace, first: int, seconds_per_unit: float) -> None:
-        """Serve requests when they come; the engine computes one at a time, as they are loaded."""
+        """Serve requests when they come; the engine computes one at a time, as they are loaded.
+
+        It is a clock: that this loop wakes up late is no time of its.
+        """
         coming = deque(enumerate(trace.requests()))
         start, wake = time.perf_counter() - trace.time(0) * seconds_per_unit, threading.Event()
         loading: list[Job] = []
@@ -128,22 +131,23 @@ class Measured:
         while coming or loading or loaded or current:
             now = time.perf_counter()
             if current is not None and now >= free:
-                self.end(current, now - current.came)
+                self.end(current, free - current.came)
                 current = None
             while coming and now >= (came := start + trace.time(coming[0][0]) * seconds_per_unit):
                 number, (blocks, tokens) = coming.popleft()
                 job = Job(self.cache, list(blocks), tokens, counted=number >= first)
                 job.came = came
                 if job.fetch is not None:
-                    job.fetch.on_settled(wake.set)
+                    job.fetch.on_settled(job.settled(wake))
                 loading.append(job)
             for job in [one for one in loading if one.fetch is None or one.fetch.poll()]:
                 job.wait()
+                job.ready = job.ready or time.perf_counter()
                 loading.remove(job)
                 loaded.append(job)
             if current is None and loaded:
                 current = loaded.popleft()
-                free = time.perf_counter() + current.computing
+                free = max(free, current.ready) + current.computing
             due = [free] if current is not None else []
             due += [start + trace.time(coming[0][0]) * seconds_per_unit] if coming else []
             wake.wait(max(min(due, default=now + 0.1) - time.perf_counter(), 0.0))
@@ -163,11 +167,21 @@ class Job:
         self.tokens = tokens
         self.counted = counted
         self.came = 0.0
+        self.ready = 0.0
         self.loaded = 0
         self.match = cache.match(cache.prefix(prompt))
         self.fetch = None
         if self.match.tokens:
             self.fetch = cache.fetch(self.match, timeout=30, deadline=30)
+
+    def settled(self, wake: threading.Event) -> Callable[[], None]:
+        """Return what notes when that is there, and wakes who waits for it."""
+
+        def note() -> None:
+            self.ready = 0.0
+            wake.set()
+
+        return note
 
     def wait(self) -> None:
         """Wait until what the cache has of it is there."""

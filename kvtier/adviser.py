@@ -208,6 +208,7 @@ class Adviser:
         metrics = self._desk.metrics
         if nbytes:
             metrics.add("load_seconds", seconds, tier=tier)
+            metrics.add("load_estimated_seconds", reading.estimate, tier=tier)
             metrics.set("prefill_seconds_per_token", self.costs.recompute(0, 1))
             latency, rate = self.costs.figures()[tier]
             metrics.set("tier_latency_seconds", latency, tier=tier)

@@ -142,13 +142,15 @@ class Reading:
     """A read from below DRAM that is under way.
 
     tier: that most is read from; "" while nobody knows. nbytes: what is read there; queued: that,
-    and what was before it. recompute: seconds that computing instead is estimated to take.
+    and what was before it. estimate: seconds that this is estimated to take, 0 when that is not
+    known yet; recompute: those of computing instead.
     """
 
     tier: str
     nbytes: int
     queued: int
     began: float
+    estimate: float
     recompute: float
 
 
@@ -188,7 +190,8 @@ class Costs:
         """Take note that a read begins; see Reading."""
         with self._lock:
             queued = self._queued[tier] = self._queued.get(tier, 0) + nbytes
-        return Reading(tier, nbytes, queued, self._clock(), recompute)
+            estimate = self._line(tier).seconds(queued)
+        return Reading(tier, nbytes, queued, self._clock(), estimate, recompute)
 
     def end(self, reading: Reading, tier: str, arrived: int, asked: float = 0.0) -> float:
         """Take note that a read has ended, and `arrived` bytes of `tier` are here.

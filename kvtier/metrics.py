@@ -83,6 +83,7 @@ _ROWS: Final = (
     _counter("withdrawn_parts", "parts", "Parts taken out of all tiers, and why", "reason"),
     _counter("load_decisions", "matches", "Matches below DRAM, by what was worth it", "choice"),
     _counter("load_seconds", "seconds", "Time of reads upward from a tier", "tier"),
+    _counter("load_estimated_seconds", "seconds", "What they were estimated to take", "tier"),
     _counter(
         "load_regret_seconds", "seconds", "Time that computing would have been faster by", "tier"
     ),

@@ -2,13 +2,15 @@
 
 The least model that is honest: each tier reads for one request after the other, in the order in
 which they come; the engine computes one prompt at a time, in the order in which what they load is
-there. Left out is what decoding takes, that prompts share steps, and that a request which comes
-before another has ended finds nothing of it yet.
+there; what it computed is there for others when it has ended. Left out is what decoding takes, and
+that prompts share steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 __all__ = ["Waits"]
 
@@ -17,12 +19,16 @@ class Waits:
     """Times to first token of requests that are added in the order in which they come.
 
     tiers: how many there are. alone: each as if it were the only one, and nothing queues.
+    times: of each request whose turn has come, the seconds until its first token.
     """
 
     def __init__(self, tiers: int, *, alone: bool) -> None:
+        self.times: list[float] = []
         self._alone = alone
         self._free = [0.0] * tiers
-        self._asked: list[tuple[float, float, float]] = []  # came, has all that it loads, computes
+        self._engine = 0.0  # when it is free
+        self._loaded: list[tuple[float, int, float, float]] = []  # at, which, came, computes
+        self._computed: deque[tuple[float, int]] = deque()
 
     def add(self, now: float, reads: Iterable[tuple[int, float, float]], compute: float) -> float:
         """Take a request that comes at `now`, in seconds.
@@ -33,21 +39,23 @@ class Waits:
         """
         ready, loading = now, 0.0
         for tier, latency, seconds in reads:
-            end = max(now, 0.0 if self._alone else self._free[tier]) + seconds
-            self._free[tier] = end
-            ready = max(ready, end + latency)
+            self._free[tier] = max(now, self._free[tier]) + seconds
+            ready = max(ready, self._free[tier] + latency)
             loading = max(loading, latency + seconds)
-        self._asked.append((now, ready, compute))
+        number = len(self.times)
+        self.times.append(loading + compute)
+        if self._alone:
+            self._computed.append((0.0, number))
+        else:
+            heapq.heappush(self._loaded, (ready, number, now, compute))
         return loading + compute
 
-    def times(self) -> list[float]:
-        """Return the seconds until the first token of each request, in the order of ``add``."""
-        times = [ready - now + compute for now, ready, compute in self._asked]
-        if self._alone:
-            return times
-        free = 0.0
-        for number in sorted(range(len(times)), key=lambda number: self._asked[number][1]):
-            now, ready, compute = self._asked[number]
-            free = max(free, ready) + compute
-            times[number] = free - now
-        return times
+    def ended(self, now: float) -> Iterator[int]:
+        """Yield the requests, by number, that have been computed by then and were not yielded."""
+        while self._loaded and max(self._engine, self._loaded[0][0]) < now:
+            ready, number, came, compute = heapq.heappop(self._loaded)
+            self._engine = max(self._engine, ready) + compute
+            self.times[number] = self._engine - came
+            self._computed.append((self._engine, number))
+        while self._computed and self._computed[0][0] <= now:
+            yield self._computed.popleft()[1]

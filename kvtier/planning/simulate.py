@@ -78,6 +78,7 @@ class _Queue:
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        self.renew = policy.renew if isinstance(policy, RenewablePolicy) else policy.touch
         self.ready: dict[int, None] = {}
 
 
@@ -154,10 +155,7 @@ class Tier:
                     ready.pop(block, None)
                     self._insert(block)
         for queue in self._queues.values():
-            if again and isinstance(queue.policy, RenewablePolicy):
-                queue.policy.renew(rows)
-            else:
-                queue.policy.touch(rows)
+            (queue.renew if again else queue.policy.touch)(rows)
 
     def make_room(self, blocks: int, held: int) -> int:
         """Evict until so many blocks have room, or nothing may leave; return how many have.
@@ -177,13 +175,15 @@ class Tier:
         """Let blocks come in, in this order, for which there is room."""
         self._count += len(blocks)
         self.entered += len(blocks)
+        inside, kids, parents, insert = self.inside, self._kids, self._parent, self._insert
         for block in blocks:
-            self.inside[block] = 1
-            parent = self._parent[block]
+            inside[block] = 1
+            parent = parents[block]
             if parent != _NONE:
-                self._kids[parent] += 1
-            self._insert(block)
-            if self._ages is not None:
+                kids[parent] += 1
+            insert(block)
+        if self._ages is not None:
+            for block in blocks:
                 self._ages.enter(block)
 
     def _insert(self, block: int) -> None:

@@ -12,7 +12,9 @@ tier has the most hits of all. The same holds for the first tiers of a stack.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -155,14 +157,26 @@ class Tiers:
                 break
         return found
 
-    def serve(self, blocks: Sequence[int], found: int, loaded: int) -> None:
-        """Count a prompt as used by each tier; let come in what was loaded, and what was computed.
+    def load(self, blocks: Sequence[int], found: int, loaded: int) -> None:
+        """Count a prompt as used by each tier, and let what is loaded come into the upper ones.
 
-        found: blocks, from the first, that were in some tier; loaded: those that are brought up.
+        found: blocks, from the first, that are in some tier; loaded: those that are brought up.
         """
         for tier in self.tiers:
             tier.touch(blocks[:found])
         self._bring(blocks[:loaded], 0)
+
+    def save_all(self, trace: Trace, ended: Iterable[int]) -> None:
+        """See ``save``, of requests of a trace."""
+        for number in ended:
+            self.save(trace.blocks(number))
+
+    def save(self, blocks: Sequence[int]) -> None:
+        """Let what was computed of a prompt come in: all that is in no tier."""
+        insides = [tier.inside for tier in self.tiers]
+        found = sum(
+            1 for _ in itertools.takewhile(lambda one: any(i[one] for i in insides), blocks)
+        )
         self._bring(blocks, found)
 
     def _bring(self, blocks: Sequence[int], first: int) -> None:
@@ -216,30 +230,30 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
     tiers = Tiers(trace, levels, policy[1], block_bytes, overlay or Overlay())
     first = int(len(trace) * warmup)
     hits, skipped, saved = Hits(), 0, 0.0
-    waits, plain = (Waits(len(levels), alone=not at_times) for _ in range(2))
-    names = [level.name if number else "dram" for number, level in enumerate(levels)]
+    waits = Waits(len(levels), alone=not at_times)
+    names = ["dram", *(level.name for level in levels[1:])]
     for number, (blocks, tokens) in enumerate(trace.requests()):
         if number == first:
             tiers.start()
+        now = trace.time(number) * seconds_per_unit
+        tiers.save_all(trace, waits.ended(now))
         found = tiers.find(blocks, trace.time(number))
         most = min(len(found) * size, max(tokens - 1, 0))
         cut = len(found)
         if most and not always:
-            advice = costs.advise(bytes(found), names, (0, most), chunk, whole=True, meet=False)
-            cut = -(-advice.tokens // size)
-        usable, now = min(cut * size, most), trace.time(number) * seconds_per_unit
-        reads = _reads(found[:cut], levels, block_bytes)
+            cut = _cut(costs, names, found, most, chunk)
+        usable, reads = min(cut * size, most), _reads(found[:cut], levels, block_bytes)
         taken = waits.add(now, reads, costs.recompute(usable, tokens))
-        whole = plain.add(now, (), costs.recompute(0, tokens))
         if number >= first:
             _count(tiers, found[:cut], block_bytes, (size, tokens))
             hits.count(len(blocks), cut, tokens, size)
             skipped += most - usable
-            saved += whole - taken
-        tiers.serve(blocks, len(found), cut)
-        if tell is not None and not number % 256:
+            saved += costs.recompute(0, tokens) - taken
+        tiers.load(blocks, len(found), cut)
+        if tell and not number % 256:
             tell(f"{trace.name}: {policy[0]}", number, len(trace))
-    hours = max(trace.last_time() - trace.time(first), 0.0) * seconds_per_unit / 3600
+    tiers.save_all(trace, waits.ended(math.inf))
+    hours = (trace.last_time() - trace.time(first)) * seconds_per_unit / 3600
     results = _results(trace, levels, tiers, hits, (hours, prices, block_bytes, warmup))
     gpu_hours = saved / 3600 * (MONTH / (hours * 3600) if hours else 0.0)
     return Stack(
@@ -252,8 +266,8 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
         hit_rate=round(hits.rate_tokens, 3),
         skipped_tokens=skipped,
         at_times=at_times,
-        ttft=_times(waits.times()[first:]),
-        ttft_without=_times(plain.times()[first:]),
+        ttft=_times(waits.times[first:]),
+        ttft_without=_times(_without(trace, costs, seconds_per_unit, at_times=at_times)[first:]),
         hours=hours,
         gpu_hours_saved=gpu_hours,
         gpu_dollars_saved=gpu_hours * prices.gpu_hour,
@@ -268,6 +282,23 @@ def _costs(levels: Sequence[Level], speeds: Speeds) -> Costs:
     for level in levels:
         costs.believe_tier(level.name, level.latency, 1 / level.bytes_per_s)
     return costs
+
+
+def _cut(
+    costs: Costs, stack: Sequence[str], found: Sequence[int], most: int, chunk: tuple[int, int]
+) -> int:
+    """Return how many of the blocks that are there are worth loading. most: their tokens."""
+    advice = costs.advise(bytes(found), stack, (0, most), chunk, whole=True, meet=False)
+    return -(-advice.tokens // chunk[0])
+
+
+def _without(trace: Trace, costs: Costs, seconds_per_unit: float, *, at_times: bool) -> list[float]:
+    """Return the times to first token of all requests if everything is computed."""
+    waits = Waits(0, alone=not at_times)
+    for number, (_, tokens) in enumerate(trace.requests()):
+        waits.add(trace.time(number) * seconds_per_unit, (), costs.recompute(0, tokens))
+    deque(waits.ended(math.inf), 0)
+    return waits.times
 
 
 def _reads(

@@ -87,7 +87,8 @@ def differing(policy: str, dram: int, below: int | None, requests: int) -> int:
         for blocks, tokens in trace.requests():
             found = len(tiers.find(blocks, 0.0))
             same = live.serve(blocks, tokens) == found
-            tiers.serve(blocks, found, found)
+            tiers.load(blocks, found, found)
+            tiers.save(blocks)
             for number, tier in enumerate(tiers.tiers):
                 simulated = {block for block in range(trace.unique) if tier.inside[block]}
                 same = same and live.there(number) == simulated

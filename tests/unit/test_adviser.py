@@ -99,6 +99,28 @@ def test_of_a_fetch_from_two_tiers_the_slower_one_is_learnt(fetched):
     assert found == {"lmdb": pytest.approx(0.1), "s3": pytest.approx(2.0)}
 
 
+def test_estimate_outcome_and_regret_are_metrics(toy, clock):
+    """A read that was thought to take 4 s takes 10, and computing would have taken 6."""
+    costs, metrics = toy.cache._adviser.costs, toy.cache.metrics
+    costs.believe_tier("lmdb", 0.0, 1 / CHUNK_BYTES)
+    costs.believe_prefill(1.5 / CHUNK)
+    match = toy.cache.match(TOKENS[: 4 * CHUNK + 1])
+    kept, advice = toy.cache.advise(match)
+    assert (advice.choice, advice.seconds) == ("load", pytest.approx(4.0))
+    lease = toy.cache.fetch(match, timeout=50, deadline=1e6).result(20)
+    lease.release()
+    lease.sources = ("lmdb",) * 4
+    running, before = Future(), metrics.get("load_seconds")
+    toy.cache._adviser.costs.believe_tier("lmdb", 0.0, 1 / CHUNK_BYTES)
+    toy.cache._adviser.timed(kept, 0, 50.0, running)
+    clock.now += 10.0
+    running.set_result(lease)
+    assert metrics.get("load_decisions", choice="load") == 1
+    assert metrics.get("load_seconds", tier="lmdb") - before == pytest.approx(10.0)
+    assert metrics.get("load_regret_seconds", tier="lmdb") == pytest.approx(4.0)
+    assert metrics.get("load_estimated_seconds", tier="lmdb") >= 4.0
+
+
 def test_asking_is_no_part_of_reading(fetched):
     assert fetched(("lmdb",) * 4, 3.4, ("lmdb",) * 4, asked=3.0) == {"lmdb": pytest.approx(0.1)}
 

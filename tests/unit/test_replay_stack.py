@@ -76,8 +76,11 @@ def test_requests_at_the_traces_times_wait_for_each_other():
         each.add(0.0, [(0, 0.5, 2.0)], 1.0)  # there at 2.5, computed at 3.5
         each.add(1.0, [(0, 0.5, 2.0)], 1.0)  # read from 2 on: there at 4.5
         each.add(3.0, (), 1.0)  # computed before it, from 3.5 on
-    assert alone.times() == [3.5, 3.5, 1.0]
-    assert waits.times() == [3.5, 4.5, 1.5]
+    assert alone.times == [3.5, 3.5, 1.0]
+    assert list(waits.ended(3.4)) == []
+    assert list(waits.ended(5.0)) == [0, 2]
+    assert list(waits.ended(9.0)) == [1]
+    assert waits.times == [3.5, 4.5, 1.5]
 
 
 @pytest.mark.parametrize("at_times", [False, True])
