@@ -48,6 +48,7 @@ class Adviser:
         self._chunk = (shape.chunk_tokens, sum(shape.nbytes))
         self._whole = all(one.needs is Needs.ALL for one in geometry.components)
         self._asked: tuple[float, Prefix] | None = None  # when it is answered, and the prompt
+        self._trying = False  # from then until what it has was tried
         self._lock = threading.Lock()
         self._reading: dict[bytes, int] = {}  # chunks that fetches bring up, and from where
 
@@ -70,6 +71,8 @@ class Adviser:
         if match.pending:
             return match, Advice("load", match.tokens)
         self._follow()
+        if self._trying:
+            match = self._without_shared(match)
         where, stack = match.where, match.stack
         span = computed, match.tokens
         found = self.costs.advise(where, stack, span, self._chunk, whole=self._whole, meet=meet)
@@ -116,8 +119,17 @@ class Adviser:
 
     def _ask(self, match: Match) -> None:
         """Have a shared tier asked in the background; see ``_follow``."""
-        self._asked = self._clock() + _ASK_SECONDS, match.prefix
+        self._asked, self._trying = (self._clock() + _ASK_SECONDS, match.prefix), True
         self._desk.prefetch(match, 0.0)
+
+    def _without_shared(self, match: Match) -> Match:
+        """Cut a match before the shared tier that is tried, while its speed is not known."""
+        last = len(match.stack) - 1
+        at = match.where.find(last) if last > 0 else -1
+        if at < 0 or self.costs.knows(match.stack[last]) or not self.costs.recompute(0, 1):
+            return match
+        at = at if self._whole else 0
+        return replace(match, tokens=at * self._chunk[0], where=match.where[:at], unknown=False)
 
     def _follow(self) -> None:
         """Read a little of what the shared tier has of the prompt of which it was asked."""
@@ -127,8 +139,10 @@ class Adviser:
                 return
             self._asked = None
         match, last = self._desk.match(asked[1]), self._desk.tiers[-1]
-        if match.where.endswith(bytes([len(self._desk.tiers) - 1])):
+        if len(self._desk.tiers) - 1 in match.where:
             self._probe(match, last)
+        else:
+            self._trying = False
 
     def _probe(self, match: Match, tier: str) -> None:
         """Read a little of a tier that loses, in the background, to see whether it still does."""
@@ -147,6 +161,7 @@ class Adviser:
         def ended(done: Future[int | None]) -> None:
             there = (not done.cancelled() and done.exception() is None and done.result()) or 0
             self.costs.end(reading, tier, nbytes if there >= tokens else 0)
+            self._trying = False
 
         work.add_done_callback(ended)
 
