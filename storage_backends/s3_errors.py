@@ -183,7 +183,7 @@ def _cause(error: Exception) -> str:
     code = error_code(error)
     if not response or not code:
         return str(error)
-    message = html.unescape(str(response.get("Error", {}).get("Message") or "")).strip()
+    message = html.unescape(str(response.get("Error", {}).get("Message") or "")).strip(" .")
     named = f"{code}, {message}" if message else code
     return f"{getattr(error, 'operation_name', 'the request')} was answered by {named}"
 

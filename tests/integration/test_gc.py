@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.cli.main import run
 from kvtier.storage_backends.s3_medium import CLAIM
+from kvtier.testing.proxy import DelayProxy, Fault
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, dram, opened, prompt
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
@@ -135,6 +136,19 @@ def test_where_nothing_can_be_collected_that_is_said(capsys, s3_server, url, say
     status, found = gc(capsys, url.format(s3_server.endpoint))
     assert status == 2
     assert says in found["error"]
+
+
+def test_the_doctor_takes_a_server_that_is_slow_at_races_for_what_it_is(
+    capsys, s3_server, s3_location
+):
+    """Of writers that are not answered none has won; the bucket can be used all the same."""
+    with DelayProxy(s3_server.port) as proxy:
+        proxy.inject(Fault.HANG, f"{CLAIM}-race")
+        url = f"s3:{s3_location}?endpoint={proxy.endpoint}&read_timeout=1s"
+        assert run(["doctor", "--s3", url, "--json"]) == 0
+    (found,) = [one for one in json.loads(capsys.readouterr().out) if one["name"] == "s3"]
+    assert "of 32 conditional puts at once 0 won" in found["found"]
+    assert found["state"] == "limited"
 
 
 def test_the_doctor_races_writers(capsys, place, s3_server, s3_location):
