@@ -21,7 +21,7 @@ __all__ = ["Log", "Space"]
 
 _logger = logging.getLogger(__name__)
 _LOG_SECONDS: Final = 60.0
-_RETRY_SECONDS: Final = 30.0
+_RETRY_SECONDS: Final = 15.0
 
 
 class Log:

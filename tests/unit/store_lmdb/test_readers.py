@@ -18,8 +18,10 @@ from kvtier.storage_backends import slab_index
 from kvtier.storage_backends.slab import INDEX_FLOOR
 from kvtier.storage_backends.slab_index import Entry, Index
 from kvtier.storage_backends.slab_ledger import Ledger
+from kvtier.storage_backends.slab_repair import purge
+from kvtier.storage_backends.slab_survey import survey
 from kvtier.testing.overrun import stale_reader
-from kvtier.testing.records import make_record
+from kvtier.testing.records import NAMESPACE, make_record
 from kvtier.tiers.store import Status
 
 MIB = 1 << 20
@@ -60,6 +62,19 @@ def test_twin_with_lmdbs_table_of_readers_the_map_is_full(
     with stale_reader(opened.folder / "index.lmdb"):
         assert (Status.FAILED in churn(store, 1500)) is not renewed
         assert opened.disk_bytes() <= 3 * MIB
+
+
+def test_who_only_looks_holds_no_transaction(filled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for 100 ms, and not at all; who changes something does, as this would tell."""
+
+    def opened(*_: object, **__: object) -> None:
+        raise AssertionError("LMDB was asked")
+
+    monkeypatch.setattr(slab_index.lmdb, "Environment", opened)
+    assert survey(filled.folder, lambda *_: None).records == 40
+    assert filled.check().whole
+    with pytest.raises(AssertionError, match="LMDB was asked"):
+        purge(filled.folder, NAMESPACE.hex(), lambda *_: None)
 
 
 class Slow(Sequence[bytes]):

@@ -137,8 +137,12 @@ def drafts(opened: Any, monkeypatch: pytest.MonkeyPatch) -> int:
         tried.append(None)
         refused()
 
-    monkeypatch.setattr("kvtier.storage_backends.slab_space.renewed", refuses)
-    assert FAILED in full(opened(64 * MIB, durability="none"))
+    store = opened(64 * MIB, durability="none", clock=opened.clock)
+    with monkeypatch.context() as patched:
+        patched.setattr("kvtier.storage_backends.slab_space.renewed", refuses)
+        assert FAILED in full(store)
+    opened.clock.now += 30.0
+    assert store.write_many([make_record(9999, SMALL)]) == [OK], "it heals within half a minute"
     return len(tried)
 
 
