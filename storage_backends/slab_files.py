@@ -9,7 +9,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 from kvtier.errors import MisuseError
 from kvtier.identity.record import HEADER_BYTES
@@ -31,7 +33,7 @@ _LOT_BYTES: Final = 4 << 20
 _Move = Callable[[int, Sequence[memoryview], int], int]
 
 
-class Placed(NamedTuple):
+class Placed(msgspec.Struct, frozen=True):
     """A record's place in a call, its slot, its header as it lies on the disk, and its memory.
 
     size: its stored bytes. data: they, or the buffer that they are to fill.
@@ -49,7 +51,7 @@ Run = Sequence[Placed]
 """Records whose slots follow each other."""
 
 
-class _Laid(NamedTuple):
+class _Laid(msgspec.Struct, frozen=True):
     """A run as it is moved.
 
     pieces: of each record, the scratch memory that it goes through: the page of its header, and

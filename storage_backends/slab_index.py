@@ -193,8 +193,8 @@ class Index:
             for name, entry in operations:
                 if entry is None:
                     txn.delete(name)
-                else:
-                    txn.put(name, pack_entry(entry))
+            put = [(name, pack_entry(entry)) for name, entry in operations if entry is not None]
+            txn.cursor().putmulti(put)
 
     def grow(self, size: int) -> None:
         """Make the file and its map `size` bytes long. No transaction may be open."""
@@ -270,7 +270,8 @@ def unpack_entry(value: bytes) -> Entry:
     if len(value) != VALUE_BYTES:
         return Entry(0, 0, 0, b"")  # as _NOWHERE
     sequence, segment, slot = _WHERE.unpack_from(value)
-    return Entry(segment, slot, sequence, value[_WHERE.size :])
+    fields = segment, slot, sequence, value[_WHERE.size :]
+    return tuple.__new__(Entry, fields)  # no Python frame for each
 
 
 assert WHERE.itemsize == _WHERE.size  # noqa: S101

@@ -155,11 +155,12 @@ class Ledger(Space):
             now = min(int(self._wall() * 1e6), _LATEST)
             olds = self._replaced(known)
             batch = self._pending
-            for at, segment, slot, head, *_ in placed:
+            for one in placed:
+                segment = one.segment
                 self._sequence = max(self._sequence + 1, now)
-                entry = Entry(segment.number, slot, self._sequence, head)
-                self._enter(known.names[at], entry, olds[at])
-                segment.heal(slot)
+                entry = Entry(segment.number, one.slot, self._sequence, one.head)
+                self._enter(known.names[one.at], entry, olds[one.at])
+                segment.heal(one.slot)
                 batch.dirty[segment] = None
                 batch.bytes += segment.stride
             return batch

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple, Protocol
 
@@ -29,6 +30,8 @@ __all__ = ["Fetcher", "Prompt"]
 _log = logging.getLogger("kvtier")
 _WHY: Final = {Status.CORRUPT: "corrupt"}
 _CALL_BYTES: Final = 4 << 20  # small parts go together, large ones each to a thread of its own
+_MOST_CALL_BYTES: Final = 16 << 20  # of a fetch that keeps all threads busy for long
+_CALLS_A_THREAD: Final = 2
 
 
 class Prompt(Protocol):
@@ -126,19 +129,35 @@ class Fetcher:
     def _start(self, fresh: Sequence[int], deadline: Deadline) -> None:
         """Start one read for each group of rows that lie in the same tier."""
         loop = asyncio.get_running_loop()
-        group: list[int] = []
-        size, tier = 0, NO_ROW
+        placed: list[tuple[int, int, int]] = []
+        totals: Counter[int] = Counter()
         for row in fresh:
             self._reading[row] = _Reading(loop.create_future(), deadline)
             where = next((t for t in self._catalog.tiers_of(row)), NO_ROW)
             nbytes = self._catalog.describe(row).part.nbytes
-            if group and (where != tier or size + nbytes > _CALL_BYTES):
+            placed.append((row, where, nbytes))
+            totals[where] += nbytes
+        most = {where: self._call_bytes(where, total) for where, total in totals.items()}
+        group: list[int] = []
+        size, tier = 0, NO_ROW
+        for row, where, nbytes in placed:
+            if group and (where != tier or size + nbytes > most[where]):
                 self._spawn(group, deadline)
                 group, size = [], 0
             group.append(row)
             size, tier = size + nbytes, where
         if group:
             self._spawn(group, deadline)
+
+    def _call_bytes(self, tier: int, total: int) -> int:
+        """Return how much one call reads of so much in all: more where all threads have enough.
+
+        What a call costs whatever it reads is then paid less often.
+        """
+        if tier not in self._tiers:
+            return _CALL_BYTES
+        share = total // (_CALLS_A_THREAD * self._tiers[tier].store.THREADS)
+        return max(_CALL_BYTES, min(share, _MOST_CALL_BYTES))
 
     def _spawn(self, rows: list[int], deadline: Deadline) -> None:
         self._serial += 1

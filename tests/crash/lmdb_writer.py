@@ -107,7 +107,7 @@ class OverwriteLive(Writer):
             (old,) = self.ledger.find([lot.known.names[one.at]])
             live = old and self.ledger._slabs.segments.get(old.segment)
             if old and live and live.stride == one.segment.stride:
-                self.files.write([[one._replace(segment=live, slot=old.slot)]])
+                self.files.write([[structs.replace(one, segment=live, slot=old.slot)]])
         super().fill(lot)
 
 

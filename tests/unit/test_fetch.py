@@ -27,6 +27,7 @@ class Disk:
 
     capabilities = Capabilities()
     available = True
+    THREADS = 1
 
     def __init__(self, name: str) -> None:
         self.name, self.store = name, self
@@ -161,6 +162,18 @@ def test_small_parts_are_read_together_and_large_ones_alone(bench, monkeypatch):
     bench.tiers[FAST].calls.clear()
     assert bench.fetched(parts[:2]) == ("fast",) * 2
     assert bench.tiers[FAST].calls == [[0], [1]]
+
+
+@pytest.mark.parametrize(("threads", "most", "calls"), [(2, 8, 4), (1, 8, 2), (1, 3, 3), (8, 8, 8)])
+def test_a_large_fetch_is_two_calls_for_each_thread(bench, monkeypatch, threads, most, calls):
+    monkeypatch.setattr(fetch, "_CALL_BYTES", PART_BYTES)
+    monkeypatch.setattr(fetch, "_MOST_CALL_BYTES", most * PART_BYTES)
+    monkeypatch.setattr(bench.tiers[FAST], "THREADS", threads, raising=False)
+    parts = chain(8)
+    bench.keep(parts, FAST)
+    assert bench.fetched(parts) == ("fast",) * 8
+    assert len(bench.tiers[FAST].calls) == calls
+    assert [number for call in bench.tiers[FAST].calls for number in call] == list(range(8))
 
 
 def test_what_lies_in_different_tiers_is_read_at_the_same_time(bench):
