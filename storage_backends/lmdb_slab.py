@@ -193,7 +193,7 @@ class LmdbSlabStore:
                     found[at] = header
                 else:
                     out[at] = Read(header)
-            self._read(list(runs(placed)), found, out)
+            self._read(runs(placed), found, out)
         finally:
             self._ledger.unpin(pinned)
         return out

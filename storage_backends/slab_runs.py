@@ -23,16 +23,15 @@ _MOST_BYTES: Final = 4 << 20
 speed one by one, on several threads."""
 
 
-def runs(placed: Iterable[Placed]) -> Iterator[list[Placed]]:
-    """Yield the records in groups: one record, or several of adjacent slots, by slot."""
-    run: list[Placed] = []
+def runs(placed: Iterable[Placed]) -> list[list[Placed]]:
+    """Return the records in groups: one record, or several of adjacent slots, by slot."""
+    found: list[list[Placed]] = []
     for one in sorted(placed, key=_where):
-        if run and not _follows(one, run):
-            yield run
-            run = []
-        run.append(one)
-    if run:
-        yield run
+        if found and _follows(one, found[-1]):
+            found[-1].append(one)
+        else:
+            found.append([one])
+    return found
 
 
 def _where(one: Placed) -> tuple[int, int]:
@@ -56,16 +55,17 @@ def readable(name: RecordId, segment: Segment, entry: Entry, into: memoryview) -
     return header if len(into) >= header.stored_bytes else Status.FAILED
 
 
-def unrepeated(names: Sequence[RecordId]) -> Iterator[slice]:
-    """Yield parts of a call, in order, in which each name stands once."""
+def unrepeated(names: Sequence[RecordId]) -> list[slice]:
+    """Return the parts of a call, in order, in which each name stands once."""
+    parts: list[slice] = []
     start = 0
     seen: set[RecordId] = set()
     for at, name in enumerate(names):
         if name in seen:
-            yield slice(start, at)
+            parts.append(slice(start, at))
             start, seen = at, set()
         seen.add(name)
-    yield slice(start, len(names))
+    return [*parts, slice(start, len(names))]
 
 
 def in_order(ledger: Ledger) -> list[RecordId]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from kvtier.errors import Unavailable
@@ -38,8 +37,9 @@ class Lot:
         """Take the last of these slots for a record; say whether there was one."""
         if not free:
             return False
+        segment, slot = free.pop()
         header, data = self.records[at]
-        self.left[at] = Placed(at, *free.pop(), self.heads[at], header.stored_bytes, data)
+        self.left[at] = Placed(at, segment, slot, self.heads[at], header.stored_bytes, data)
         return True
 
 
@@ -69,17 +69,20 @@ class Writer:
         """Take a slot for each record that is not there yet: what is free first, as neighbours."""
         missing: list[tuple[int, int]] = []
         for at, (header, data) in enumerate(lot.records):
-            stride = stride_for(header)
-            if len(data) < header.stored_bytes or not self.ledger.fits(stride):
+            if len(data) < header.stored_bytes:
                 continue
             if at in there:
                 lot.out[at] = Status.OK, there[at]
             else:
-                missing.append((at, stride))
-        wanted = Counter([stride for _, stride in missing])
-        free = {stride: self.ledger.slots(stride, wanted[stride])[::-1] for stride in wanted}
+                missing.append((at, stride_for(header)))
+        wanted: dict[int, int] = {}
+        for _, stride in missing:
+            wanted[stride] = wanted.get(stride, 0) + 1
+        free = {stride: self.ledger.slots(stride, count)[::-1] for stride, count in wanted.items()}
         late = [one for one in missing if not lot.put(one[0], free[one[1]])]
         for at, stride in late:
+            if not self.ledger.fits(stride):
+                continue
             try:
                 taken = self.ledger.slot(stride)
             except (OSError, Unavailable) as error:
@@ -90,7 +93,7 @@ class Writer:
 
     def fill(self, lot: Lot) -> None:
         """Write records into their slots, then publish them: in this order, whatever happens."""
-        self._write(list(runs(lot.left.values())), lot)
+        self._write(runs(lot.left.values()), lot)
         filled = [lot.left[at] for at in sorted(lot.left)]  # ancestors first
         lot.left.clear()
         outcome: Outcome
