@@ -75,6 +75,7 @@ def larger_than_cache(folder: Path, nbytes: int, rounds: int, threads: int) -> d
             fresh += len(places)
             for place, number in zip(places, new, strict=True):
                 here[place] = number
+                records.header(number)
             pairs = list(zip(victims, new, strict=True))
             mixed = driver.mixed(peer, records, pairs, reads, calls)
             found[name].append(mixed.bytes_per_s / 1e9)

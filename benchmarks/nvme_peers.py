@@ -56,10 +56,15 @@ class Records:
         for at, view in enumerate(self.payloads):
             np.copyto(np.frombuffer(view, np.uint8), np.frombuffer(noise(at, size), np.uint8))
         self.sums = [checksum(view) for view in self.payloads]
+        self._headers: dict[int, Header] = {}
 
     def header(self, number: int) -> Header:
-        total = self.sums[number % PAYLOADS]
-        return header_of(number, self.size, total)
+        """Return a record's header, once made the same: a cache has it before it calls a store."""
+        found = self._headers.get(number)
+        if found is None:
+            total = self.sums[number % PAYLOADS]
+            found = self._headers[number] = header_of(number, self.size, total)
+        return found
 
     def checked(self, number: int) -> memoryview:
         """Return a payload once its checksum was taken, as whoever seals a part takes it."""
