@@ -176,6 +176,22 @@ def test_a_large_fetch_is_two_calls_for_each_thread(bench, monkeypatch, threads,
     assert [number for call in bench.tiers[FAST].calls for number in call] == list(range(8))
 
 
+def test_what_leaves_its_tier_before_its_read_begins_is_a_miss(bench, monkeypatch):
+    parts = chain(2)
+    bench.keep(parts, FAST)
+    hold = bench.catalog.hold_for_fetch
+
+    def leaving(*asked, **more):
+        chunks, fresh = hold(*asked, **more)
+        for row in fresh:
+            bench.catalog.lost(row, FAST, "lost")
+        return chunks, fresh
+
+    monkeypatch.setattr(bench.catalog, "hold_for_fetch", leaving)
+    assert bench.fetched(parts) is None
+    assert bench.tiers[FAST].calls == []
+
+
 def test_what_lies_in_different_tiers_is_read_at_the_same_time(bench):
     parts = chain(4)
     bench.keep(parts[:2], FAST)
