@@ -59,6 +59,7 @@ PANELS = {
     "looking up 512 chunks, ms": "lookup_512.{engine_ms,ms}",
     "p99 of a hit here while S3 hangs, ms": "while_hung.*.{base,hung}",
     "and how late, ms": "while_hung.{timer_late_ms,over_deadline_ms}",
+    "how late each call is, ms": "while_hung.late_ms.*.*",
 }
 
 
