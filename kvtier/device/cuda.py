@@ -17,7 +17,15 @@ from numpy.typing import NDArray
 
 from kvtier.clock import monotonic
 from kvtier.device.base import Copy, Fence, Role, Stream
-from kvtier.device.descriptors import CUT_BYTES, Numbers, Runs, cut, describe, joined
+from kvtier.device.descriptors import (
+    CUT_BYTES,
+    Ends,
+    Numbers,
+    Runs,
+    allocated,
+    cut,
+    describe_groups,
+)
 from kvtier.device.driver import Buffer, Driver, Event
 from kvtier.device.layout import byte_pages
 from kvtier.device.paths import Choice, Table
@@ -31,7 +39,11 @@ and to enqueue takes 180 us and not 2: vllm-project/vllm#29013."""
 STAGING_BYTES: Final = 32 << 20
 _FEW_COPIES: Final = 8
 """Over the link, of one staged copy: each is a call of the driver, of a microsecond or two."""
-_TABLE_BYTES: Final = 64 << 10  # of 2,730 runs; larger ones are had when they come
+_TABLE_RUNS: Final = 5461
+"""Of one operation; a copy of more is several. A larger table would have to be allocated when it
+comes, or be there, pinned, 64 times for each stream."""
+_TABLE_BYTES: Final = _TABLE_RUNS * 24
+_SCRATCH_BYTES: Final = 1 << 20
 _CLOSE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 50e-6
 _PAUSE: Final = threading.Event()  # never set
@@ -72,6 +84,13 @@ class CudaStream:
         there = driver.memory(host.nbytes, handle)
         self._turns = [_Turn(one, there, at * _TABLE_BYTES) for at, one in enumerate(host)]
         self._count = 0
+        # Memory that the system has just given costs more to touch than all that is planned in it.
+        self._scratch = np.zeros(_SCRATCH_BYTES // 8, np.uint64)
+
+    def room(self, count: int) -> Numbers:
+        """Return memory for so many numbers, good until the next call."""
+        fits = count <= len(self._scratch)
+        return self._scratch[:count] if fits else allocated(count)
 
     def record(self) -> CudaFence:
         """See Stream."""
@@ -104,25 +123,26 @@ class CudaStream:
 
 
 class _Turn:
-    """What one operation in flight owns: its table, on both sides. there: from `at` on."""
+    """What one operation in flight owns: a table, on both sides. there: from `at` on."""
 
     def __init__(self, host: NDArray[np.uint8], there: Buffer, at: int) -> None:
         self.event: Event | None = None
-        self.table: Numbers | None = None
-        self._host = host
+        self._host = host.view(np.uint64)
         self._there = there
         self._at = at
 
-    def upload(self, driver: Driver, stream: Any, runs: Runs, *, into_slot: bool) -> int:
-        """Enqueue a copy of the runs' table to the GPU; return its address there."""
-        size = runs.rows.nbytes
-        if self._host.size < size:
-            more = 1 << (size - 1).bit_length()
-            self._host, self._there, self._at = driver.host(more), driver.memory(more, stream), 0
-        table = self._host[:size].view(np.uint64).reshape(runs.rows.shape)
-        np.take(runs.rows, runs.order(into_slot=into_slot), axis=0, out=table, mode="clip")
+    def table(self, ends: Ends) -> Numbers:
+        """Return the table of so many runs as a table has room for, on the host."""
+        count = len(ends[0])
+        table = self._host[: 3 * count].reshape(3, count)
+        for row, numbers in zip(table, ends, strict=True):
+            row[:] = numbers
+        return table
+
+    def upload(self, driver: Driver, stream: Any, table: Numbers) -> int:
+        """Enqueue a copy of that table to the GPU; return its address there."""
         address = self._there.address + self._at
-        driver.copy(stream, address, table.ctypes.data, size)
+        driver.copy(stream, address, table.ctypes.data, table.nbytes)
         return address
 
 
@@ -195,7 +215,8 @@ class CudaDevice:
 
     def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
         """See Device. Raises MisuseError for what does not match, and enqueues nothing then."""
-        mine, runs = self._mine(stream), self._described(copies)
+        mine = self._mine(stream)
+        (runs,) = self._described(mine, [copies])
         for fence in after:
             mine.wait(fence)
         self._move(mine, "store", runs, into_slot=True)
@@ -206,7 +227,7 @@ class CudaDevice:
     ) -> list[Fence]:
         """See Device. Raises MisuseError for what does not match, and enqueues nothing then."""
         mine = self._mine(stream)
-        each = [self._described(copies) for copies in groups]
+        each = self._described(mine, groups)
         for fence in after:
             mine.wait(fence)
         fences: list[Fence] = []
@@ -245,60 +266,65 @@ class CudaDevice:
             raise MisuseError(f"{self.name} is closed")
         return mine
 
-    def _described(self, copies: Sequence[Copy]) -> Runs:
-        """Return the runs of copies, all of whose slots are pinned."""
-        runs = describe(copies)
-        if len(runs):
+    def _described(self, stream: CudaStream, groups: Sequence[Sequence[Copy]]) -> list[Runs]:
+        """Return the runs of groups, all of whose slots are pinned; good until the next call."""
+        each = describe_groups(groups, stream.room)
+        for runs in filter(len, each):
             low, high = int(runs.slots.min()), int((runs.slots + runs.nbytes).max())
             if not any(at <= low and high <= at + size for at, size in self._pinned.items()):
                 raise MisuseError(
                     f"slots at {low:#x} to {high:#x} are not in one memory that this device has "
                     "pinned: call its pin() with the arena's memory first"
                 )
-        return runs
+        return each
 
     def _move(self, stream: CudaStream, role: Role, runs: Runs, *, into_slot: bool) -> None:
         """Enqueue runs, on the way that is best for them."""
-        if not len(runs):
-            return
         batches = self.driver.batches
         choice = self.way or self._table.choose(role, runs.total, len(runs), batches=batches)
         if choice.way == "batch":
-            self._batch(stream, runs, into_slot=into_slot)
+            self._batch(stream, runs.ends(into_slot=into_slot))
         elif choice.way == "direct":
-            self._launch(stream, cut(runs), choice.grid, into_slot=into_slot)
+            self._launch(stream, cut(runs).ends(into_slot=into_slot), choice.grid)
         else:
-            for part in _lots(cut(runs, min(CUT_BYTES, self._staging_bytes)), self._staging_bytes):
-                self._stage(stream, part, into_slot=into_slot)
+            pieces = cut(runs, min(CUT_BYTES, self._staging_bytes))
+            for part, before in _lots(pieces, self._staging_bytes):
+                self._stage(stream, part, before, into_slot=into_slot)
 
-    def _batch(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
-        with stream.turn() as turn:
-            turn.table = runs.table(into_slot=into_slot)  # kept: it may be read after the call
-            self.driver.batch(stream.handle, turn.table)
+    def _batch(self, stream: CudaStream, ends: Ends) -> None:
+        for part in _tables(ends):
+            with stream.turn() as turn:  # whose table is kept: it may be read after the call
+                self.driver.batch(stream.handle, turn.table(part))
 
-    def _launch(self, stream: CudaStream, runs: Runs, grid: int, *, into_slot: bool) -> None:
-        with stream.turn() as turn:
-            there = turn.upload(self.driver, stream.handle, runs, into_slot=into_slot)
-            self.driver.launch(stream.handle, there, len(runs), min(grid, len(runs)))
+    def _launch(self, stream: CudaStream, ends: Ends, grid: int) -> None:
+        for part in _tables(ends):
+            with stream.turn() as turn:
+                table = turn.table(part)
+                there = turn.upload(self.driver, stream.handle, table)
+                self.driver.launch(stream.handle, there, table.shape[1], min(grid, table.shape[1]))
 
-    def _stage(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
+    def _stage(self, stream: CudaStream, runs: Runs, before: Numbers, *, into_slot: bool) -> None:
         """Copy through the GPU's own memory: the kernel there, the copy engine over the link.
 
-        All is on one stream, so that one staging buffer is enough: in it nothing meets.
+        before: bytes of other runs before each. All is on one stream, so that one staging buffer
+        is enough: in it nothing meets.
         """
-        base = np.uint64(self._staging[stream].address)
-        staged = np.cumsum(runs.nbytes, dtype=np.uint64) - runs.nbytes + base
-        link = joined(Runs.of(staged, runs.slots, runs.nbytes))
-        inside = Runs.of(runs.pages, staged, runs.nbytes)
+        grid, slots = self.driver.processors, runs.slots
+        staged = before + np.uint64(self._staging[stream].address)
+        # There all lie in a row: over the link, those go at once that do in the slots as well.
+        apart = np.flatnonzero(slots[:-1] + runs.nbytes[:-1] != slots[1:]) + 1
+        first = np.append(0, apart)
+        sizes = np.diff(staged[first], append=staged[-1] + runs.nbytes[-1])
+        link = Runs.of(staged[first], slots[first], sizes)
         if into_slot:
-            self._launch(stream, inside, self.driver.processors, into_slot=True)
+            self._launch(stream, (staged, runs.pages, runs.nbytes), grid)
         if len(link) > _FEW_COPIES and self.driver.batches:  # holes in the slots, say
-            self._batch(stream, link, into_slot=into_slot)
+            self._batch(stream, link.ends(into_slot=into_slot))
         else:
             for to, of, nbytes in link.table(into_slot=into_slot).T.tolist():
                 self.driver.copy(stream.handle, to, of, nbytes)
         if not into_slot:
-            self._launch(stream, inside, self.driver.processors, into_slot=False)
+            self._launch(stream, (runs.pages, staged, runs.nbytes), grid)
 
 
 def _ended(event: Event) -> bool:
@@ -309,11 +335,23 @@ def _ended(event: Event) -> bool:
         return True
 
 
-def _lots(runs: Runs, most: int) -> Iterator[Runs]:
-    """Yield the runs in lots of at most so many bytes, or of one run."""
+def _tables(ends: Ends) -> Iterator[Ends]:
+    """Yield runs in parts that a table has room for."""
+    to, of, nbytes = ends
+    for at in range(0, len(to), _TABLE_RUNS):
+        some = slice(at, at + _TABLE_RUNS)
+        yield to[some], of[some], nbytes[some]
+
+
+def _lots(runs: Runs, most: int) -> Iterator[tuple[Runs, Numbers]]:
+    """Yield the runs in lots of at most so many bytes, or of one run.
+
+    And how many bytes of its lot lie before each.
+    """
     ends = np.cumsum(runs.nbytes, dtype=np.uint64)
     at, before = 0, 0
     while at < len(runs):
         stop = max(int(np.searchsorted(ends, np.uint64(before + most), "right")), at + 1)
-        yield Runs(runs.rows[:, at:stop])
+        part = Runs(runs.rows[:, at:stop])
+        yield part, ends[at:stop] - part.nbytes - np.uint64(before)
         at, before = stop, int(ends[stop - 1])

@@ -9,8 +9,8 @@ has a microsecond for each of thousands.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain, groupby
+from collections.abc import Callable, Sequence
+from itertools import chain, groupby, pairwise
 from typing import Final
 
 import numpy as np
@@ -19,7 +19,18 @@ from numpy.typing import NDArray
 from kvtier.device.base import HOLE, Copy
 from kvtier.errors import MisuseError
 
-__all__ = ["CUT_BYTES", "Numbers", "Runs", "cut", "describe", "joined"]
+__all__ = [
+    "CUT_BYTES",
+    "Ends",
+    "Numbers",
+    "Room",
+    "Runs",
+    "allocated",
+    "cut",
+    "describe",
+    "describe_groups",
+    "joined",
+]
 
 CUT_BYTES: Final = 64 << 10
 """The most that one block of threads copies in a row: few long runs still employ all of them."""
@@ -27,7 +38,16 @@ CUT_BYTES: Final = 64 << 10
 _VECTOR_BYTES: Final = 16  # one access of the kernel
 
 Numbers = NDArray[np.uint64]
+Ends = tuple[Numbers, Numbers, Numbers]
+"""Where runs of bytes go to, where from, and how many bytes: three rows of a table."""
 _Signed = NDArray[np.int64]
+Room = Callable[[int], Numbers]
+"""Returns memory for so many numbers."""
+
+
+def allocated(count: int) -> Numbers:
+    """Return fresh memory for so many numbers: a Room."""
+    return np.empty(count, np.uint64)
 
 
 class Runs:
@@ -55,21 +75,29 @@ class Runs:
         """Bytes of all runs."""
         return int(self.nbytes.sum())
 
-    def table(self, *, into_slot: bool) -> Numbers:
-        """Return what the kernel reads: uint64 [3, runs], where to, where from, how many bytes."""
-        return self.rows[self.order(into_slot=into_slot)]
+    def ends(self, *, into_slot: bool) -> Ends:
+        """Return where to, where from, and how many bytes."""
+        ends = (self.slots, self.pages) if into_slot else (self.pages, self.slots)
+        return (*ends, self.nbytes)
 
-    def order(self, *, into_slot: bool) -> list[int]:
-        """Return which rows a table has, in its order."""
-        return [1, 0, 2] if into_slot else [0, 1, 2]
+    def table(self, *, into_slot: bool) -> Numbers:
+        """Return what the kernel reads: that, as uint64 [3, runs]."""
+        return np.stack(self.ends(into_slot=into_slot))
 
 
 def describe(copies: Sequence[Copy]) -> Runs:
-    """Return the runs of copies, plane by plane: blocks that follow each other are in one.
+    """Return the runs of one group of copies. See ``describe_groups``."""
+    return describe_groups([copies], allocated)[0]
 
-    Where one run ends with what the next one begins with, at both ends, they are joined as well.
-    Raises MisuseError where blocks do not match their slot, or are not among the pages.
+
+def describe_groups(groups: Sequence[Sequence[Copy]], room: Room) -> list[Runs]:
+    """Return for each group the runs of its copies, plane by plane.
+
+    Blocks that follow each other are in one run. Where one run ends with what the next one begins
+    with, at both ends, they are joined as well. room: what the runs may lie in. Raises MisuseError
+    where blocks do not match their slot, or are not among the pages.
     """
+    copies = list(chain.from_iterable(groups))
     planes, facts = _facts(copies)
     base, across, along, (size, among) = facts[0:2], facts[2:4], facts[4:6], facts[6:8]
     lengths = np.array([len(copy.blocks) for copy in copies], np.int64)
@@ -84,12 +112,16 @@ def describe(copies: Sequence[Copy]) -> Runs:
     kept = ids != HOLE
     first = np.flatnonzero(kept & ~_follows(ids, owner, (across == size).all(axis=0)))
     mine = owner[first]
-    blocks = np.diff(np.cumsum(kept)[first], append=kept.sum() + 1)
+    counted = np.append(np.cumsum(kept)[first], kept.sum() + 1)
+    blocks = counted[1:] - counted[:-1]
     places = first - (np.cumsum(lengths) - lengths)[mine]
-    starts: _Signed = base[:, mine] + across[:, mine] * [ids[first], places]
+    starts: _Signed = base[:, mine] + across[:, mine] * np.array([ids[first], places])
     counts = np.bincount(mine, minlength=len(copies)).tolist()
     shapes = list(zip(planes, counts, strict=True))
-    return joined(_on_all_planes(shapes, starts, along, blocks * size[mine]))
+    rows = _on_all_planes(shapes, starts, along, blocks * size[mine], room)
+    before = np.cumsum([0, *(planes * count for planes, count in shapes)])
+    ends = before[np.cumsum([0, *map(len, groups)])].tolist()
+    return [joined(Runs(rows[:, at:stop])) for at, stop in pairwise(ends)]
 
 
 def _facts(copies: Sequence[Copy]) -> tuple[list[int], _Signed]:
@@ -123,14 +155,19 @@ def _follows(ids: _Signed, owner: _Signed, dense: NDArray[np.bool_]) -> NDArray[
 
 
 def _on_all_planes(
-    shapes: Sequence[tuple[int, int]], starts: _Signed, along: _Signed, nbytes: _Signed
-) -> Runs:
-    """Return the runs of all planes, from those of the first one.
+    shapes: Sequence[tuple[int, int]],
+    starts: _Signed,
+    along: _Signed,
+    nbytes: _Signed,
+    room: Room,
+) -> Numbers:
+    """Return the rows of the runs of all planes, from those of the first one.
 
     shapes: of each copy, how many planes and runs. starts: in pages and slots, [2, runs]. along:
     from plane to plane, [2, copies]. Neighbours of one shape are done at once.
     """
-    rows = np.empty((3, sum(planes * count for planes, count in shapes)), np.int64)
+    numbers = room(3 * sum(planes * count for planes, count in shapes))
+    rows = numbers.view(np.int64).reshape(3, -1)
     at = run = copy = 0
     for (planes, count), some in groupby(shapes):
         several = sum(1 for _ in some)
@@ -141,7 +178,7 @@ def _on_all_planes(
         np.add(starts[:, these].reshape(2, several, 1, count), steps[..., None], out=here[:2])
         here[2] = nbytes[these].reshape(several, 1, count)
         at, run, copy = stop, these.stop, copy + several
-    return Runs(rows.view(np.uint64))
+    return rows.view(np.uint64)
 
 
 def joined(runs: Runs) -> Runs:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvtier.device import descriptors, layout
 from kvtier.device.base import HOLE, Copy
-from kvtier.device.descriptors import Runs, cut, describe, joined
+from kvtier.device.descriptors import Runs, allocated, cut, describe, describe_groups, joined
 from kvtier.device.layout import byte_pages
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.guards import Guard, guards_of
@@ -166,8 +166,12 @@ def _together() -> bool:
     wide = arena[at : at + 3 * 9 * 32].reshape(3, 9, 32)
     copies += [Copy(pages, (2, 3), wide[:, 1:3]), Copy(pages, (4, 5), wide[:, 2:6:2])]
     copies.append(Copy(padded, (2, 3), wide[:2, 0:4:2]))
-    runs: list[list[int]] = describe(copies).rows.T.tolist()
-    return runs == _one_by_one(copies)
+    groups = [copies[:7], [], copies[7:9], copies[9:]]  # in which nothing is joined across borders
+    return all(
+        [runs.rows.T.tolist() for runs in describe_groups(some, allocated)]
+        == [_one_by_one(group) for group in some]
+        for some in ([copies], groups)
+    )
 
 
 def _one_by_one(copies: list[Copy]) -> list[list[int]]:
