@@ -258,10 +258,12 @@ def _whole(array: NDArray[np.uint8]) -> NDArray[np.void]:
 
 
 def _gather(pages: NDArray[np.void], blocks: NDArray[np.int64], slot: NDArray[np.void]) -> None:
+    if slot.flags.c_contiguous:  # all planes by one call; of others numpy would make a copy
+        np.take(pages, blocks, axis=1, out=slot, mode="clip")  # in range: "raise" copies twice
+        return
     for plane, part in zip(pages, slot, strict=True):
-        np.take(plane, blocks, out=part, mode="clip")  # in range: "raise" would copy twice
+        np.take(plane, blocks, out=part, mode="clip")
 
 
 def _scatter(pages: NDArray[np.void], blocks: NDArray[np.int64], slot: NDArray[np.void]) -> None:
-    for plane, part in zip(pages, slot, strict=True):
-        plane[blocks] = part
+    pages[:, blocks] = slot
