@@ -22,6 +22,36 @@ class Counting:
         return f"{architecture} {len(source)}".encode(), ""
 
 
+class Library:
+    """In the place of NVRTC's library: it knows two architectures. status: of all that it does."""
+
+    def __init__(self, status=0):
+        self.asked = []
+
+        def said(number):
+            return f"error {number}".encode()
+
+        def version(major, minor):
+            major._obj.value, minor._obj.value = 13, 0
+            return 0
+
+        def count(found):
+            found._obj.value = 2
+            return 0
+
+        def known(found):
+            found[:] = 80, 90
+            return 0
+
+        def create(*_arguments):
+            self.asked.append("a program")
+            return status
+
+        self.nvrtcGetErrorString, self.nvrtcVersion = said, version
+        self.nvrtcGetNumSupportedArchs, self.nvrtcGetSupportedArchs = count, known
+        self.nvrtcCreateProgram = create
+
+
 @pytest.fixture
 def compiler():
     return Counting()
@@ -108,3 +138,24 @@ def test_the_real_compiler_refuses_what_it_does_not_know(real):
         real.compile(kernel_source(), 7)
     with pytest.raises(ConfigError, match=r"refuses the copy kernel: .*error"):
         real.compile("nonsense", 90)
+
+
+def test_a_gpu_that_the_compiler_does_not_know_is_told_with_those_that_it_knows(monkeypatch):
+    library = Library()
+    monkeypatch.setattr(module, "_load", lambda _place: library)
+    with pytest.raises(
+        ConfigError,
+        match=r"NVRTC 13\.0 does not compile for sm_120, only for sm_80, sm_90; install",
+    ):
+        Nvrtc(tmp := module.Path("libnvrtc.so")).compile(kernel_source(), 120)
+    assert library.asked == []
+    with pytest.raises(ConfigError, match="does not compile for sm_120"):
+        cubin(120, tmp / "none", Nvrtc(tmp))
+
+
+def test_what_the_compiler_says_goes_wrong_is_told_with_the_remedy(monkeypatch):
+    library = Library(status=7)
+    monkeypatch.setattr(module, "_load", lambda _place: library)
+    with pytest.raises(ConfigError, match=r"nvrtcCreateProgram says error 7: pip install"):
+        Nvrtc(module.Path("libnvrtc.so")).compile(kernel_source(), 90)
+    assert library.asked == ["a program"]
