@@ -19,7 +19,7 @@ from kvtier.engine.weights import ModelConfig
 
 __all__ = ["DecodeAttention", "DecodeShape", "shape_for"]
 
-_COLUMNS: Final = 3  # token, position, slot; then the block table
+_COLUMNS: Final = 2  # token, position; then for each component a slot, and its block table
 _MOST_KEYS: Final = 1 << 16
 """Keys of all requests together: they are gathered at once, in the dtype that is computed in."""
 
@@ -30,22 +30,28 @@ class DecodeShape(NamedTuple):
     requests: int
     keys: int
 
-    def columns(self, block_tokens: int) -> int:
-        """Return the width of a step's numbers."""
-        return _COLUMNS + -(-self.keys // block_tokens)
+    def columns(self, component: int, block_tokens: int) -> slice:
+        """Return where a component's slot is in a step's numbers, and behind it the block table."""
+        width = 1 + -(-self.keys // block_tokens)
+        return slice(_COLUMNS + component * width, _COLUMNS + (component + 1) * width)
 
-    def numbers(self, spans: Sequence[Span], block_tokens: int) -> torch.Tensor:
+    def numbers(
+        self, spans: Sequence[Span], block_tokens: int, components: int = 1
+    ) -> torch.Tensor:
         """Return what the step is about: int64 [requests, columns], on the host.
 
         spans: at most so many, of one token each, and not longer. The first one fills up what is
         missing: the same token is written to the same slot once more, bit for bit the same.
         """
-        found = np.zeros((self.requests, self.columns(block_tokens)), np.int64)
+        places = [self.columns(component, block_tokens) for component in range(components)]
+        found = np.zeros((self.requests, places[-1].stop), np.int64)
         for row, span in zip(found, spans, strict=False):
-            table = span.tables[0][: -(-span.end // block_tokens)]
-            slot = table[span.start // block_tokens] * block_tokens + span.start % block_tokens
-            row[:_COLUMNS] = span.tokens[0], span.start, slot
-            row[_COLUMNS : _COLUMNS + len(table)] = table
+            row[:_COLUMNS] = span.tokens[0], span.start
+            for place, whole in zip(places, span.tables, strict=True):
+                table = whole[: -(-span.end // block_tokens)]
+                slot = table[span.start // block_tokens] * block_tokens + span.start % block_tokens
+                row[place.start : place.start + 1 + len(table)] = slot, *table
+        found[:, _COLUMNS:].clip(0, out=found[:, _COLUMNS:])  # no block is kept before a window
         found[len(spans) :] = found[0]
         return torch.from_numpy(found)
 
@@ -74,24 +80,31 @@ class DecodeAttention:
         keys: int,
         kv: torch.Tensor,
         dtype: torch.dtype,
+        component: int = 0,
+        window: int = 0,
     ) -> None:
         """Plan the step.
 
         numbers: as ``DecodeShape.numbers`` has them, on the device. keys: of that shape.
-        kv, dtype: as in PagedAttention.
+        kv, dtype, component, window: as in PagedAttention.
         """
         self._config, self._keys = config, keys
-        self.ids, self.positions, self._targets = numbers[:, :_COLUMNS].unbind(1)
         self._planes, block_tokens = kv.shape[1], kv.shape[3]
         self._requests = len(numbers)
+        place = DecodeShape(self._requests, keys).columns(component, block_tokens)
+        self._targets = numbers[:, place.start]
+        self._table = numbers[:, place.start + 1 : place.stop].flatten()
+        positions = numbers[:, 1]
         self._blocks = kv.flatten(3)
         self._slots = kv.flatten(2, 3).flatten(3)
-        self._table = numbers[:, _COLUMNS:].flatten()
         group = config.heads // config.kv_heads
-        queries = self.positions[:, None] + torch.arange(QUERY_TILE, device=kv.device)
-        self._mask = hiding(queries, keys, group, dtype)
+        queries = positions[:, None] + torch.arange(QUERY_TILE, device=kv.device)
+        self._mask = hiding(queries, keys, group, dtype, window)
         every = torch.arange(keys, device=kv.device)
-        self._beyond = (every > self.positions[:, None])[:, :, None]
+        beyond = every > positions[:, None]
+        if window:
+            beyond |= every <= positions[:, None] - window
+        self._beyond = beyond[:, :, None]
         width = -(-keys // block_tokens) * block_tokens
         self._gathered = (self._planes, self._requests, width, config.kv_size)
         self._dtype = dtype

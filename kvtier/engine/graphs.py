@@ -14,7 +14,7 @@ from typing import Final
 import torch
 
 from kvtier.engine.compute import Compute, Graph
-from kvtier.engine.decode import DecodeAttention, DecodeShape, shape_for
+from kvtier.engine.decode import DecodeShape, shape_for
 from kvtier.engine.model import Model
 from kvtier.engine.spans import Span
 
@@ -26,11 +26,11 @@ _MOST_GRAPHS: Final = 32
 class DecodeGraphs:
     """The recorded steps of one model over one pool. For the engine's thread.
 
-    kv: the pool, whose memory has to stay where it is. The least recently used recording goes
-    where there are more than 32. captured, replayed: how often that happened.
+    kv: a pool for each component, whose memory has to stay where it is. The least recently used
+    recording goes where there are more than 32. captured, replayed: how often that happened.
     """
 
-    def __init__(self, model: Model, kv: torch.Tensor, compute: Compute) -> None:
+    def __init__(self, model: Model, kv: Sequence[torch.Tensor], compute: Compute) -> None:
         self._model = model
         self._kv = kv
         self._compute = compute
@@ -48,7 +48,7 @@ class DecodeGraphs:
         shape = shape_for(spans)
         if shape is None:
             return None
-        numbers = shape.numbers(spans, self._kv.shape[3])
+        numbers = shape.numbers(spans, self._kv[0].shape[3], len(self._kv))
         step = self._steps.pop(shape, None)
         if step is None:
             step = _Step(self._model, self._kv, self._compute, shape, numbers)
@@ -66,19 +66,18 @@ class _Step:
     def __init__(
         self,
         model: Model,
-        kv: torch.Tensor,
+        kv: Sequence[torch.Tensor],
         compute: Compute,
         shape: DecodeShape,
         numbers: torch.Tensor,
     ) -> None:
         self._compute = compute
-        self._numbers = torch.zeros(numbers.shape, dtype=numbers.dtype, device=kv.device)
+        self._numbers = torch.zeros(numbers.shape, dtype=numbers.dtype, device=model.device)
         logits = (shape.requests, model.config.vocab_size)
-        self._logits = torch.zeros(logits, dtype=torch.float32, device=kv.device)
+        self._logits = torch.zeros(logits, dtype=torch.float32, device=model.device)
 
         def step() -> None:
-            attention = DecodeAttention(model.config, self._numbers, shape.keys, kv, model.dtype)
-            self._logits.copy_(model.decode(attention.ids, attention.positions, attention))
+            self._logits.copy_(model.decode(self._numbers, shape.keys, kv))
 
         compute.upload(numbers, self._numbers)  # what it runs on while it is recorded
         self._graph: Graph = compute.capture(step)

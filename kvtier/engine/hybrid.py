@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Self
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
-from kvtier.engine.attention import BACKENDS, QUERY_TILE, PagedAttention
+from kvtier.engine.attention import BACKENDS, QUERY_TILE, Attention, PagedAttention
+from kvtier.engine.decode import DecodeAttention
 from kvtier.engine.latent import LatentWeights
 from kvtier.engine.layers import LayerHook
 from kvtier.engine.model import ROW_TILE, Model, angles, turn
@@ -98,8 +99,6 @@ class HybridModel(Model):
     Recurrent states start from zeros at position 0 and are in their slots from then on.
     """
 
-    decodes: ClassVar[bool] = False
-
     def __init__(self, shape: HybridConfig, weights: Weights) -> None:
         super().__init__(weights)
         self.shape = shape
@@ -115,6 +114,11 @@ class HybridModel(Model):
         return there
 
     @property
+    def decodes(self) -> bool:
+        """See Model. To record a step is to run it, and a state that has moved on is another."""
+        return Kind.RECURRENT not in self.shape.kinds
+
+    @property
     def components(self) -> tuple[Component, ...]:
         """What KV the model keeps, one for each kind of layer."""
         return tuple(self.shape.component(kind) for kind in self.shape.used)
@@ -127,11 +131,38 @@ class HybridModel(Model):
         rows = -(-sum(len(span.tokens) for span in spans) // ROW_TILE) * ROW_TILE
         ids, positions = placed(spans, rows, self.device)
         hidden = self._embed(spans, ids)
-        mixers = {
-            kind: self._mixer(kind, spans, positions, kv[index], index)
-            for index, kind in enumerate(self.shape.used)
-        }
-        done = dict.fromkeys(self.shape.used, 0)
+        count = sum(len(span.tokens) for span in spans)
+        mixers: dict[Kind, _Attention | Recurrence] = {}
+        for index, kind in enumerate(self.shape.used):
+            if kind is Kind.RECURRENT:
+                mixers[kind] = Recurrence(spans, kv[index], index, self.config.head_size)
+                continue
+            heads, window = self.shape.attention(kind), self._window(kind)
+            paged = PagedAttention(heads, spans, kv[index], self.dtype, index, window)
+            mixers[kind] = self._mixer(kind, paged, positions, count)
+        self._mixed(hidden, mixers, hook)
+        return self._logits(hidden, spans)
+
+    @torch.inference_mode()
+    def decode(self, numbers: torch.Tensor, keys: int, kv: Sequence[torch.Tensor]) -> torch.Tensor:
+        """See Model. For models without recurrent layers."""
+        ids, positions, hidden = self._decoded(numbers)
+        mixers: dict[Kind, _Attention | Recurrence] = {}
+        for index, kind in enumerate(self.shape.used):
+            heads, window = self.shape.attention(kind), self._window(kind)
+            paged = DecodeAttention(heads, numbers, keys, kv[index], self.dtype, index, window)
+            mixers[kind] = self._mixer(kind, paged, positions, len(ids))
+        self._mixed(hidden, mixers)
+        return self._head(hidden)[: len(ids)].float()
+
+    def _mixed(
+        self,
+        hidden: torch.Tensor,
+        mixers: Mapping[Kind, _Attention | Recurrence],
+        hook: LayerHook | None = None,
+    ) -> None:
+        """Pass all rows of `hidden` through the layers, in place."""
+        rows, done = len(hidden), dict.fromkeys(self.shape.used, 0)
         with sdpa_kernel(BACKENDS[self.device.type]):
             for kind, layer in zip(self.shape.kinds, self.weights.layers, strict=True):
                 projected = hidden.new_zeros(rows + QUERY_TILE, layer.qkv.shape[0])
@@ -148,7 +179,6 @@ class HybridModel(Model):
                     hook.after(component, done[kind])
                 done[kind] += 1
                 self._finish(layer, hidden, mixed)
-        return self._logits(hidden, spans)
 
     def _finish(self, layer: LayerWeights, hidden: torch.Tensor, mixed: torch.Tensor) -> None:
         """Add to all rows of `hidden` what the layer mixed, and then its SwiGLU."""
@@ -156,24 +186,17 @@ class HybridModel(Model):
             tile = slice(first, first + ROW_TILE)
             self._feed_forward(layer, hidden[tile], mixed[tile])
 
+    def _window(self, kind: Kind) -> int:
+        return self.shape.window if kind is Kind.WINDOW else 0
+
     def _mixer(
-        self,
-        kind: Kind,
-        spans: Sequence[Span],
-        positions: torch.Tensor,
-        kv: torch.Tensor,
-        index: int,
-    ) -> _Attention | Recurrence:
-        if kind is Kind.RECURRENT:
-            return Recurrence(spans, kv, index, self.config.head_size)
+        self, kind: Kind, attention: Attention, positions: torch.Tensor, count: int
+    ) -> _Attention:
+        """Return what mixes the layers of a kind of attention. positions: of whole tiles."""
         turns = self.latent_turns if kind is Kind.LATENT else (self.cos, self.sin)
         cos, sin = (one.index_select(0, positions) for one in turns)
-        heads = self.shape.attention(kind)
-        window = self.shape.window if kind is Kind.WINDOW else 0
-        paged = PagedAttention(heads, spans, kv, self.dtype, index, window)
         latent = self.shape.latent_rank if kind is Kind.LATENT else 0
-        count = sum(len(span.tokens) for span in spans)
-        return _Attention(heads, latent, paged, count, (cos, sin))
+        return _Attention(self.shape.attention(kind), latent, attention, count, (cos, sin))
 
 
 class _Attention:
@@ -187,11 +210,11 @@ class _Attention:
         self,
         heads: ModelConfig,
         latent: int,
-        paged: PagedAttention,
+        attention: Attention,
         count: int,
         turns: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        self._heads, self._latent, self._paged = heads, latent, paged
+        self._heads, self._latent, self._attention = heads, latent, attention
         self._count, self._turns = count, turns
 
     def mix(self, layer: int, projected: torch.Tensor, mixed: torch.Tensor) -> None:
@@ -206,8 +229,8 @@ class _Attention:
                 kept = turned[:, -1, :latent]
                 kept.copy_(functional.rms_norm(kept, (latent,)))
             turn(turned[:, :, latent:], cos[tile], sin[tile])
-        self._paged.write(layer, projected[: self._count, heads.query_size :])
-        self._paged.read(layer, projected[:, : heads.query_size], mixed)
+        self._attention.write(layer, projected[: self._count, heads.query_size :])
+        self._attention.read(layer, projected[:, : heads.query_size], mixed)
 
 
 def random_hybrid(shape: HybridConfig, seed: int = 0) -> HybridModel:

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import ClassVar, Final, Self
+from typing import Final, Self
 
 import torch
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
 from kvtier.engine.attention import BACKENDS, QUERY_TILE, Attention, PagedAttention
+from kvtier.engine.decode import DecodeAttention
 from kvtier.engine.layers import LayerHook
 from kvtier.engine.spans import Span, StateCopy, placed
 from kvtier.engine.weights import LayerWeights, Weights
@@ -38,12 +39,7 @@ LOGIT_TILE: Final = 8
 
 
 class Model:
-    """Weights, and the forward pass over them, on one device; holds no state of a request.
-
-    decodes: whether there is a ``decode`` of fixed shapes.
-    """
-
-    decodes: ClassVar[bool] = True
+    """Weights, and the forward pass over them, on one device; holds no state of a request."""
 
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
@@ -67,6 +63,11 @@ class Model:
         there.weights = self.weights.to(device=device)
         there.cos, there.sin = self.cos.to(device), self.sin.to(device)
         return there
+
+    @property
+    def decodes(self) -> bool:
+        """Say whether it has a ``decode`` that may run any number of times and changes nothing."""
+        return True
 
     @property
     def components(self) -> tuple[Component, ...]:
@@ -94,20 +95,24 @@ class Model:
         return self._logits(hidden, spans)
 
     @torch.inference_mode()
-    def decode(
-        self, ids: torch.Tensor, positions: torch.Tensor, attention: Attention
-    ) -> torch.Tensor:
+    def decode(self, numbers: torch.Tensor, keys: int, kv: Sequence[torch.Tensor]) -> torch.Tensor:
         """Compute one token each of some requests; return float32 [requests, vocab].
 
-        ids, positions: int64 [requests], on the model's device. Bits are those of ``forward``.
-        The shapes of all that is done follow from the number of requests and from `attention`:
-        nothing looks at what the tensors hold.
+        numbers: as ``DecodeShape.numbers`` has them, on the model's device. keys: of that shape.
+        kv: as in ``forward``, whose bits these are. The shapes of all that is done follow from
+        those of the arguments, and from `keys`: nothing looks at what the tensors hold.
         """
-        count = len(ids)
-        spare = _padded(count, ROW_TILE) - count
-        hidden = self.weights.embedding.index_select(0, functional.pad(ids, (0, spare)))
-        self._layers(hidden, functional.pad(positions, (0, spare)), count, attention)
-        return self._head(hidden[: _padded(count, LOGIT_TILE)])[:count].float()
+        ids, positions, hidden = self._decoded(numbers)
+        attention = DecodeAttention(self.config, numbers, keys, kv[0], self.dtype)
+        self._layers(hidden, positions, len(ids), attention)
+        return self._head(hidden[: _padded(len(ids), LOGIT_TILE)])[: len(ids)].float()
+
+    def _decoded(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return a decode step's ids, and of whole tiles of rows the positions and embeddings."""
+        ids, positions = numbers[:, :2].unbind(1)
+        spare = (0, _padded(len(ids), ROW_TILE) - len(ids))
+        hidden = self.weights.embedding.index_select(0, functional.pad(ids, spare))
+        return ids, functional.pad(positions, spare), hidden
 
     def _layers(
         self,

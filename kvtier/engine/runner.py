@@ -164,8 +164,6 @@ def _graphs(
         raise ConfigError(f"graphs are recorded on a GPU, not on {compute.device}: leave them out")
     if not isinstance(model, Model) or not model.decodes:
         if wanted:
-            raise ConfigError(
-                "graphs are for models of full attention in every layer: leave them out"
-            )
+            raise ConfigError("graphs are for models without recurrent layers: leave them out")
         return None
-    return DecodeGraphs(model, kv[0], compute)
+    return DecodeGraphs(model, kv, compute)

@@ -9,6 +9,8 @@ import torch
 from kvtier.engine import Engine, Sampling, Span, prompt_lookup
 from kvtier.engine import decode as decode_module
 from kvtier.engine import graphs as graphs_module
+from kvtier.engine import hybrid as hybrid_module
+from kvtier.engine import model as model_module
 from kvtier.engine.decode import DecodeShape, shape_for
 from kvtier.engine.graphs import DecodeGraphs
 from kvtier.engine.hybrid import Kind
@@ -63,7 +65,7 @@ def test_answers_with_graphs_are_those_without(temperature, options):
 
 def test_logits_and_pool_are_the_same_bit_for_bit_for_every_number_of_requests():
     model, ours, theirs = small_model(), pool(), pool()
-    graphs = DecodeGraphs(model, theirs, TapeCompute())
+    graphs = DecodeGraphs(model, [theirs], TapeCompute())
     for ends in ([1], [16, 17], [40, 3, 128], [5] * 7, [200, 90, 33, 16, 512, 1, 2, 3, 4]):
         spans = decodes(ends)
         expected, found = model.forward(spans, [ours]), graphs.logits(spans)
@@ -74,7 +76,7 @@ def test_logits_and_pool_are_the_same_bit_for_bit_for_every_number_of_requests()
 
 def test_more_keys_than_a_request_has_change_no_bits():
     model, ours, theirs = small_model(), pool(), pool()
-    graphs = DecodeGraphs(model, theirs, TapeCompute())
+    graphs = DecodeGraphs(model, [theirs], TapeCompute())
     spans = decodes([513, 20])  # the second sees one tile of keys when it is alone
     assert torch.equal(graphs.logits(spans), model.forward(spans, [ours]))
     assert shape_for(spans) == DecodeShape(2, 1024)
@@ -85,18 +87,75 @@ def test_stale_bytes_behind_a_context_are_never_read():
     spans = decodes([21])
     dirty[:, :, 1:3] = clean[:, :, 1:3]
     dirty[:, :, 2, 5:] = torch.nan
-    found = DecodeGraphs(model, dirty, TapeCompute()).logits(spans)
+    found = DecodeGraphs(model, [dirty], TapeCompute()).logits(spans)
     assert torch.equal(found, model.forward(spans, [clean]))
 
 
 def test_a_recording_serves_other_requests_of_its_shape():
     model, ours, theirs = small_model(), pool(), pool()
-    graphs = DecodeGraphs(model, theirs, TapeCompute())
+    graphs = DecodeGraphs(model, [theirs], TapeCompute())
     for ends in ([9, 40], [100, 7], [1, 64], [300, 200]):
         spans = decodes(ends)
         assert torch.equal(graphs.logits(spans), model.forward(spans, [ours]))
     assert graphs.captured == 1
     assert graphs.replayed == 4
+
+
+# ------------------------------------------------------------------- windows, and MLA's latents
+
+HYBRIDS = ((Kind.FULL, Kind.WINDOW), (Kind.WINDOW, Kind.LATENT, Kind.FULL), (Kind.LATENT,))
+
+
+def hybrid_answers(kinds, compute="cpu"):
+    """Serve prompts that begin alike, so that blocks before a window are gone, or never came."""
+    model = small_hybrid(kinds, 32)
+    options = {"num_blocks": 80, "chunk_tokens": 32, "device": compute}
+    engine = Engine(model, **options)
+    found = [one.tokens for one in engine.generate(PROMPTS, GREEDY)]
+    again = [one.tokens for one in engine.generate(PROMPTS[3:], GREEDY)]
+    return found + again, engine._runner.graphs
+
+
+@pytest.mark.parametrize("kinds", HYBRIDS, ids=lambda kinds: "-".join(one.value for one in kinds))
+def test_answers_of_hybrid_models_with_graphs_are_those_without(kinds):
+    plain, none = hybrid_answers(kinds)
+    recorded, graphs = hybrid_answers(kinds, TapeCompute())
+    assert recorded == plain
+    assert none is None
+    assert graphs.replayed > graphs.captured > 0
+
+
+def same_logits() -> bool:
+    """Say whether a recording gives the bits of a forward pass, each component by its own table."""
+    model, pools = small_hybrid(HYBRIDS[0], 32), []
+    generator = torch.Generator().manual_seed(0)
+    for one in model.components:
+        shape = (one.layers, one.planes, 80, 16, one.heads, one.head_size)
+        pools.append(torch.randn(shape, generator=generator).to(torch.bfloat16))
+    spans = decodes([70, 3, 130])
+    for span in spans:
+        (table,) = span.tables
+        gone = max(span.end - 32, 0) // 16  # the window has left these behind
+        span.tables.append([-1] * gone + [79 - block for block in table[gone:]])
+    ours, theirs = [one.clone() for one in pools], [one.clone() for one in pools]
+    found = DecodeGraphs(model, theirs, TapeCompute()).logits(spans)
+    right = torch.equal(found, model.forward(spans, ours))
+    return right and all(map(torch.equal, ours, theirs))
+
+
+def test_each_component_is_read_by_its_own_table_as_far_as_it_sees():
+    assert same_logits()
+
+
+@pytest.mark.parametrize("forgotten", ["window", "component"])
+def test_a_recording_without_the_window_or_of_another_table_is_noticed(monkeypatch, forgotten):
+    class Careless(decode_module.DecodeAttention):
+        def __init__(self, config, numbers, keys, kv, dtype, component, window):
+            component, window = (0, window) if forgotten == "component" else (component, 0)
+            super().__init__(config, numbers, keys, kv, dtype, component, window)
+
+    monkeypatch.setattr(hybrid_module, "DecodeAttention", Careless)
+    assert not same_logits()
 
 
 # ------------------------------------------------------------------------- what would be stale
@@ -129,14 +188,14 @@ def test_a_step_that_keeps_what_it_was_recorded_with_is_noticed(monkeypatch):
             self._mask, self._beyond = (one.clone() for one in kept)
 
     plain, _ = answers()
-    monkeypatch.setattr(graphs_module, "DecodeAttention", Baked)
+    monkeypatch.setattr(model_module, "DecodeAttention", Baked)
     assert answers(TapeCompute())[0] != plain
 
 
 def test_logits_elsewhere_than_in_the_fixed_memory_are_noticed(monkeypatch):
     """A step that binds a new tensor leaves the first one's content to whoever replays it."""
     model, theirs = small_model(), pool()
-    graphs = DecodeGraphs(model, theirs, TapeCompute())
+    graphs = DecodeGraphs(model, [theirs], TapeCompute())
     first = graphs.logits(decodes([9])).clone()
     (step,) = graphs._steps.values()
     step._logits = step._logits.clone()
@@ -185,7 +244,7 @@ def test_shapes_are_few():
 )
 def test_other_steps_have_none(span):
     assert shape_for([*decodes([5]), span]) is None
-    assert DecodeGraphs(small_model(), pool(), TapeCompute()).logits([span]) is None
+    assert DecodeGraphs(small_model(), [pool()], TapeCompute()).logits([span]) is None
 
 
 def test_drafts_are_computed_without_graphs():
@@ -198,7 +257,7 @@ def test_drafts_are_computed_without_graphs():
 def test_recordings_are_bounded(monkeypatch):
     monkeypatch.setattr(graphs_module, "_MOST_GRAPHS", 2)
     model, ours, theirs = small_model(), pool(), pool()
-    graphs = DecodeGraphs(model, theirs, TapeCompute())
+    graphs = DecodeGraphs(model, [theirs], TapeCompute())
     for count in (1, 2, 4, 1, 1, 2):
         spans = decodes([30 + count] * count)
         assert torch.equal(graphs.logits(spans), model.forward(spans, [ours]))
@@ -223,8 +282,8 @@ def test_a_decode_step_brings_back_its_tokens_and_no_more():
 def test_graphs_where_there_are_none_are_refused():
     with pytest.raises(ConfigError, match="recorded on a GPU, not on cpu: leave them out"):
         Engine(small_model(), num_blocks=8, graphs=True)
-    hybrid = small_hybrid((Kind.FULL, Kind.WINDOW), 32)
-    with pytest.raises(ConfigError, match="full attention in every layer"):
+    hybrid = small_hybrid((Kind.FULL, Kind.RECURRENT), 32)
+    with pytest.raises(ConfigError, match="without recurrent layers"):
         Engine(hybrid, num_blocks=8, chunk_tokens=32, device=TapeCompute(), graphs=True)
     engine = Engine(hybrid, num_blocks=8, chunk_tokens=32, device=TapeCompute())
     assert engine._runner.graphs is None
