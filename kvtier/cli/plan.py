@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from kvtier.planning.curve import Curve
     from kvtier.planning.sizing import Budget
+    from kvtier.planning.stack import Stack
 
 __all__ = ["plan"]
 
@@ -49,6 +50,27 @@ _GB: Final = 10**9
     help="Fraction of the trace that only fills the cache.",
 )
 @click.option(
+    "--prefill",
+    type=click.FloatRange(min=0, min_open=True),
+    default=5000.0,
+    show_default=True,
+    metavar="TOKENS/S",
+    help="What the engine computes in a second; for the times that --trace gives.",
+)
+@click.option(
+    "--time-unit",
+    type=click.Choice(["ms", "s"]),
+    default="ms",
+    show_default=True,
+    help="Of the trace's timestamps: Mooncake's are ms, Bailian's s.",
+)
+@click.option(
+    "--prices",
+    type=click.Path(path_type=Path),
+    metavar="FILE.toml",
+    help="What a month costs. `kvtier replay --help-prices` shows the keys.",
+)
+@click.option(
     "--json", "json_file", type=REPORT, metavar="FILE", help="Write the report; - is stdout."
 )
 def plan(model: str, json_file: str | None, **options: Any) -> int:
@@ -56,25 +78,39 @@ def plan(model: str, json_file: str | None, **options: Any) -> int:
 
     MODEL is a name of the table (a wrong one names the nearest) or a config.json. With --trace,
     the hit rate of a cache of each size is replayed, beside the optimum, with the size from which
-    on doubling it gains less than one point. The exit status is 1 when the model does not fit.
+    on doubling it gains less than one point; then the trace is replayed through DRAM and a disk of
+    that size, for times and money. The exit status is 1 when the model does not fit.
     """
     from kvtier.cli.progress import progress
+    from kvtier.planning.advice import advised
     from kvtier.planning.curve import curve
     from kvtier.planning.files import trace_files
     from kvtier.planning.models import model_size
+    from kvtier.planning.prices import Prices, read_prices
     from kvtier.planning.sizing import budget
 
+    prices = read_prices(options["prices"]) if options["prices"] else Prices()
     found = budget(model_size(model), _setting(options))
     drawn: Curve | None = None
+    tiers: Stack | None = None
     if options["trace"] is not None:
         (files,) = trace_files([options["trace"]])
         with progress() as tell:
             trace = read(files, options["block_size"], tell, skip_bad=options["skip_bad"])
             warmup = options["warmup"]
             drawn = curve(trace, found.bytes_per_token, found.tokens, warmup=warmup, tell=tell)
-    report = _encoded(found, drawn)
+            tiers = advised(
+                trace,
+                drawn,
+                found.bytes_per_token,
+                prefill=options["prefill"],
+                prices=prices,
+                seconds_per_unit=1e-3 if options["time_unit"] == "ms" else 1.0,
+                tell=tell,
+            )
+    report = _encoded(found, drawn, tiers)
     if json_file != "-":
-        _show(found, drawn)
+        _show(found, drawn, tiers)
     if json_file is not None:
         write_report(report.decode() + "\n", json_file)
     return 0 if found.fits else 1
@@ -100,15 +136,17 @@ def _setting(options: dict[str, Any]) -> Any:
     )
 
 
-def _encoded(found: Budget, drawn: Curve | None) -> bytes:
+def _encoded(found: Budget, drawn: Curve | None, tiers: Stack | None) -> bytes:
     import msgspec
 
-    report = {"budget": found, "curve": drawn}
+    report = {"budget": found, "curve": drawn, "tiers": tiers}
     return msgspec.json.format(msgspec.json.encode(report), indent=2)
 
 
-def _show(found: Budget, drawn: Curve | None) -> None:
+def _show(found: Budget, drawn: Curve | None, tiers: Stack | None) -> None:
     from rich.console import Console
+
+    from kvtier.cli.stack import show_stack
 
     console = Console(highlight=False)
     rows = (
@@ -126,6 +164,9 @@ def _show(found: Budget, drawn: Curve | None) -> None:
         console.print(f"  at most        {found.tokens:,} tokens of KV at a time in GPU memory")
     if drawn is not None:
         _show_curve(console, drawn)
+    if tiers is not None:
+        console.print("The tiers to begin with:")
+        show_stack(tiers)
 
 
 def _missing(found: Budget) -> str:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvtier.planning.files import TraceFiles
     from kvtier.planning.stack import Level, Stack
 
-__all__ = ["parse_level", "replay_stack"]
+__all__ = ["parse_level", "replay_stack", "show_stack"]
 
 _YEAR_DAYS: Final = 365
 _FORM: Final = "NAME:SIZE@SPEED+LATENCY, such as lmdb:1TiB@5GB/s+100us"
@@ -83,7 +83,7 @@ def replay_stack(
             ]
     if json_file != "-":
         for one in found:
-            _show(one)
+            show_stack(one)
     if json_file is not None:
         report = msgspec.json.encode(found[0] if len(found) == 1 else found)
         write_report(msgspec.json.format(report, indent=2).decode() + "\n", json_file)
@@ -122,7 +122,7 @@ def _waiting(found: Stack) -> str:
     return "one request at a time"
 
 
-def _show(found: Stack) -> None:
+def show_stack(found: Stack) -> None:
     """Print a stack: a row a tier."""
     from rich import box
     from rich.console import Console

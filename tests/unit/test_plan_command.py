@@ -193,7 +193,15 @@ def test_the_report_says_where_more_stops_paying(tmp_path, capsys):
     report = tmp_path / "report.json"
     command = ["plan", "llama-3-8b", "--gpu-memory", "80GB", "--trace", str(path)]
     assert run([*command, "--block-size", "4", "--json", str(report)]) == 0
-    assert "the knee" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "the knee" in out
+    assert "TTFT with it" in out
+    tiers = json.loads(report.read_text())["tiers"]
+    dram, disk = tiers["levels"]
+    assert (dram["nbytes"], disk["nbytes"]) == (2 * 8 * 131_072, 16 * 8 * 131_072)
+    assert (dram["hit_rate"], disk["reached"], tiers["hit_rate"]) == (0, 100, 100)
+    assert tiers["ttft"]["p50"] < tiers["ttft_without"]["p50"] == pytest.approx(8 / 5000)
+    assert tiers["dollars"] > 0
     found = json.loads(report.read_text())["curve"]
     rates = {point["tokens"]: point["hit_rate"] for point in found["points"]}
     assert rates[16 * 8] == found["ceiling"] == 100
