@@ -76,7 +76,9 @@ _GB: Final = 10**9
 def plan(model: str, json_file: str | None, **options: Any) -> int:
     """Say how GPU memory divides between weights and KV, and what a larger cache would bring.
 
-    MODEL is a name of the table (a wrong one names the nearest) or a config.json. With --trace,
+    MODEL is a name of the table (a wrong one names the nearest), a config.json, or sizes such as
+    layers=80,hidden=8192,heads=64,kv_heads=8,head_size=128,intermediate=28672,vocabulary=128256
+    (with parameters=N, latent=N where need be). With --trace,
     the hit rate of a cache of each size is replayed, beside the optimum, with the size from which
     on doubling it gains less than one point; then the trace is replayed through DRAM and a disk of
     that size, for times and money. The exit status is 1 when the model does not fit.

@@ -46,6 +46,14 @@ UNITS: Final = {"ms": 1e-3, "s": 1.0}
     "--bytes-per-token", metavar="SIZE", help="KV of one token, such as 320KiB; for --capacity."
 )
 @click.option(
+    "--model",
+    metavar="MODEL",
+    help="Take the KV of one token from a model, named as `kvtier plan` takes it.",
+)
+@click.option(
+    "--kv", metavar="TYPE", default="fp16", show_default=True, help="fp32 to fp4; for --model."
+)
+@click.option(
     "--tier",
     "tiers",
     multiple=True,
@@ -151,10 +159,11 @@ def replay(
 
     names = chosen(policy)
     found = trace_files(traces)
+    _take_model(options)
     plot = options["plot"]
     if options["tiers"]:
         return replay_stack(found, block_size, names, warmup, json_file, options)
-    for name in ("prices", "always_load"):
+    for name in ("prices", "always_load", "at_times"):
         if options[name]:
             raise ConfigError(f"--{name.replace('_', '-')} is of tiers: name them with --tier")
     block = _block_bytes(options["bytes_per_token"], found[0].block_tokens(block_size))
@@ -214,6 +223,18 @@ def _sizes(blocks: str | None, capacity: str | None, block: int | None) -> list[
     if len(found) > _MOST_POINTS:
         raise ConfigError(f"{len(found)} capacities; at most {_MOST_POINTS} at a time")
     return found
+
+
+def _take_model(options: dict[str, Any]) -> None:
+    """Take the bytes of a token from a model, if one is named."""
+    from kvtier.planning.models import model_size
+    from kvtier.planning.sizing import token_bytes
+
+    if options["model"] is None:
+        return
+    if options["bytes_per_token"] is not None:
+        raise ConfigError("--model says the bytes of a token; leave --bytes-per-token out")
+    options["bytes_per_token"] = f"{token_bytes(model_size(options['model']), options['kv'])}B"
 
 
 def _block_bytes(per_token: str | None, block_size: int) -> int | None:

@@ -7,6 +7,7 @@ checked: embeddings, attention, feed-forward with its experts, norms.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -108,7 +109,13 @@ MODELS: Final = {model.name: model for model in _TABLE}
 
 
 def model_size(name: str) -> ModelSize:
-    """Return the sizes of a model of the table, or of a config.json. Raises ConfigError."""
+    """Return the sizes of a model of the table, of a config.json, or as they are given.
+
+    Given they look like ``layers=80,hidden=8192,heads=64,…``, a field of ModelSize each. Raises
+    ConfigError.
+    """
+    if "=" in name:
+        return _given(name)
     path = Path(name)
     try:
         in_folder, is_file = path.is_dir(), path.is_file()
@@ -122,6 +129,27 @@ def model_size(name: str) -> ModelSize:
     if found is None:
         raise unknown("model", name, MODELS)
     return found
+
+
+def _given(text: str) -> ModelSize:
+    """Read sizes that are given one by one."""
+    fields = {one.name: one for one in dataclasses.fields(ModelSize)[1:]}
+    found: dict[str, Any] = {}
+    for pair in text.split(","):
+        key, _, value = pair.strip().partition("=")
+        if key not in fields:
+            raise unknown("size of a model", key, fields)
+        if not value.isdecimal() or not int(value) < _MOST:
+            raise ConfigError(f"{key} must be a whole number, not {value!r}")
+        found[key] = int(value)
+    lacks = [
+        key
+        for key, one in fields.items()
+        if one.default is dataclasses.MISSING and key not in found
+    ]
+    if lacks:
+        raise ConfigError(f"a model given by its sizes lacks {', '.join(lacks)}")
+    return ModelSize("given", **found)
 
 
 def _read(path: Path) -> ModelSize:

@@ -9,16 +9,17 @@ what the driver, graphs and collectives take, and what fragments. Both can be gi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
 
 import msgspec
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, unknown
 from kvtier.planning.models import ModelSize
 
-__all__ = ["PRECISIONS", "Budget", "Setting", "budget"]
+__all__ = ["PRECISIONS", "Budget", "Setting", "budget", "token_bytes"]
 
 PRECISIONS: Final = {
     "fp32": Fraction(4),
@@ -69,12 +70,19 @@ class Budget(msgspec.Struct, frozen=True):
         return self.tokens > 0
 
 
+def token_bytes(model: ModelSize, kv: str) -> int:
+    """Return the bytes of KV of a token. Raises ConfigError for a precision that is none."""
+    if kv not in PRECISIONS:
+        raise unknown("precision of --kv", kv, PRECISIONS)
+    return math.ceil(model.kv_elements * PRECISIONS[kv])
+
+
 def budget(model: ModelSize, setting: Setting) -> Budget:
     """Return where the GPUs' memory goes. Raises ConfigError for a GPU of no memory."""
     if setting.gpu_memory < 1 or setting.gpus < 1:
         raise ConfigError("there must be at least one GPU with memory")
     per_element = PRECISIONS[setting.kv]
-    per_token = -(-model.kv_elements * per_element.numerator // per_element.denominator)
+    per_token = token_bytes(model, setting.kv)
     memory = setting.gpu_memory * setting.gpus
     weights = int(model.weights * PRECISIONS[setting.weights])
     activations, overhead = setting.activations, setting.overhead

@@ -212,3 +212,32 @@ def test_the_report_says_where_more_stops_paying(tmp_path, capsys):
 
 def test_every_precision_is_between_half_a_byte_and_four():
     assert all(0.5 <= size <= 4 for size in PRECISIONS.values())
+
+
+SIZES = (
+    "layers=80,hidden=8192,heads=64,kv_heads=8,head_size=128,intermediate=28672,vocabulary=128256"
+)
+
+
+def test_a_model_is_given_by_its_sizes(capsys):
+    given, named = model_size(SIZES), model_size("llama-3-70b")
+    assert (given.weights, given.kv_elements) == (named.weights, named.kv_elements)
+    for wrong, says in (
+        (SIZES.replace("layers=80,", ""), "lacks layers"),
+        (SIZES + ",layer=3", "layers"),
+        (SIZES.replace("=80", "=many"), "layers must be a whole number, not 'many'"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            model_size(wrong)
+
+
+def test_a_replay_takes_the_bytes_of_a_token_from_a_model(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": [1, 2]}
+    path.write_text(json.dumps(line))
+    command = ["replay", str(path), "--block-size", "4", "--json", "-", "--kv", "fp8"]
+    capacity = ["--capacity", f"{2 * 4 * 163_840}B", "--model", "llama-3-70b"]
+    assert run([*command, *capacity]) == 0
+    assert json.loads(capsys.readouterr().out)["results"][0]["capacity_blocks"] == 2
+    assert run([*command, *capacity, "--bytes-per-token", "1KiB"]) != 0
+    assert "--bytes-per-token" in capsys.readouterr().err
