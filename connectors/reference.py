@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.cache import Cache, Lease, Match
-from kvtier.checks import check_whole
+from kvtier.checks import check_kind, check_whole
 from kvtier.clock import monotonic
 from kvtier.connectors import base
 from kvtier.connectors.base import MISS, PENDING, Landing, Leaving, Loaded, Places, Update
@@ -24,15 +24,10 @@ from kvtier.copier import Pages
 from kvtier.copyplan import CopyPlan
 from kvtier.device.base import Device
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
+from kvtier.identity.keys import as_tokens
 from kvtier.identity.namespace import Request
 from kvtier.prefix import Prefix
-from kvtier.transfer import (
-    CopyResult,
-    CopyStatus,
-    CopyTransfer,
-    FetchTransfer,
-    LeavingTransfer,
-)
+from kvtier.transfer import CopyResult, CopyStatus, CopyTransfer, FetchTransfer, LeavingTransfer
 
 __all__ = ["ReferenceConnector"]
 
@@ -88,6 +83,7 @@ class ReferenceConnector:
         always: bool = False,
         groups: int | None = None,
     ) -> None:
+        check_kind("a connector's cache", cache, Cache)
         self._cache = cache
         self._meet = meet
         self._always = always
@@ -110,6 +106,7 @@ class ReferenceConnector:
     ) -> base.Match:
         """See Connector. Waits for slower tiers in the background, at most five seconds."""
         check_whole("the computed tokens", computed)
+        tokens = _checked(request_id, tokens)
         state = self._state(request_id, tokens, identity)
         state.computed = computed
         first = computed // self._chunk
@@ -291,6 +288,7 @@ class ReferenceConnector:
 
         From then on they count as offered.
         """
+        tokens = _checked(request_id, tokens)
         chunks = len(tokens) // self._chunk
         known = self._states.get(request_id)
         if known is not None and chunks <= known.saved_chunks:
@@ -386,6 +384,11 @@ class ReferenceConnector:
         if copying.match is not None:
             self._cache.loaded(copying.match, tiers, lease.first)
         return Loaded(copying.request_id, tokens, tiers)
+
+
+def _checked(request_id: str, tokens: Any) -> NDArray[np.int32]:
+    check_kind("a request's id", request_id, str)
+    return tokens if isinstance(tokens, np.ndarray) else as_tokens(tokens)
 
 
 def _request(identity: object | None) -> Request | None:

@@ -21,7 +21,7 @@ from kvtier.cost import Advice
 from kvtier.depot import Depot
 from kvtier.desk import Desk, Match
 from kvtier.device.base import Device
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.keys import TokenIds
 from kvtier.identity.namespace import Namespace, Request
 from kvtier.identity.shape import chunk_shape
@@ -36,6 +36,7 @@ from kvtier.upkeep import Upkeep
 __all__ = ["Cache", "Lease", "Match", "Prefix", "open_cache"]
 
 
+_SPAN: Final = 2
 _MOST_RANKS: Final = 0xFFFF  # the name of a part has two bytes for each
 
 
@@ -110,9 +111,9 @@ class Cache(Upkeep):
         it. Memory only. Raises MisuseError for times and spans that are none.
         """
         check_wait("a step's seconds", seconds)
-        for start, stop in spans:
-            check_whole("a span's first token", start)
-            check_whole("a span's end", stop, start)
+        check_kind("the spans of a step", spans, Sequence)
+        for span in spans:
+            _check_span(span)
         self._adviser.costs.computed(spans, seconds)
 
     def seed(self, path: str | Path) -> None:
@@ -381,3 +382,10 @@ def _open_remote(
     else:
         desk = open_desk(urls[0], namespace, shape, ranks)
     return Cache(desk, namespace, shards=shards, stages=stages)
+
+
+def _check_span(span: object) -> None:
+    if not isinstance(span, Sequence) or len(span) != _SPAN:
+        raise MisuseError(f"a span is its first token and its end, not {span!r}")
+    check_whole("a span's first token", span[0])
+    check_whole("a span's end", span[1], span[0])

@@ -189,7 +189,7 @@ class Depot:
                 self._close()
 
     def flush(self, timeout: float) -> bool:
-        """Wait until all saves are published and written down; False when time runs out."""
+        """See ``Cache.flush``."""
         try:
             self.flow.spawn(self.moves.drained()).result(timeout)
         except (TimeoutError, CancelledError, MisuseError):  # the last: it was closed meanwhile
@@ -198,8 +198,8 @@ class Depot:
 
     def _close(self) -> None:
         self._reaper.cancel()
-        self.moves.close()
         for tier in self.tiers.values():
             tier.close()
         self.flow.close()
+        self.moves.close()
         self.arena.close()

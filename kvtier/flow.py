@@ -160,7 +160,7 @@ class Moves:
             self._flow.spawn(work).add_done_callback(_tell)
 
     async def drained(self) -> None:
-        """Return when all that was saved is written down, and deleted what was withdrawn."""
+        """Return when nothing waits to be published, written down or deleted any more."""
         await self._publish()
         for spiller in self._spillers.values():
             await spiller.drained()
@@ -243,17 +243,29 @@ class Moves:
 
     async def reap(self) -> None:
         """End leases, parts and waiting writes at their deadlines, for as long as the loop runs."""
+        spills = [spiller.expire for spiller in self._spillers.values()]
+        duties = [self._expire, *spills, self.sweeper.expire, self._forget, self._settle]
         while True:
             await asyncio.sleep(_EXPIRE_SECONDS)
-            self._catalog.expire()
-            for spiller in self._spillers.values():
-                await spiller.expire()
-            await self.sweeper.expire()
-            for number in self._shared:  # what is forgotten is asked for, and found, again
-                await self._drop(number, keep=_MOST_KNOWN)
-            self.sweeper.expire_idle()
-            for tier in self._tiers.values():
-                tier.settle()
+            for duty in duties:
+                try:
+                    await duty()
+                except Exception as error:  # noqa: BLE001  (a defect must not end the others)
+                    self._report.warn("upkeep", f"{type(error).__name__}: {error}")
+
+    async def _expire(self) -> None:
+        """End leases and plans at their deadlines, and what was idle for its tier's ttl."""
+        self._catalog.expire()
+        self.sweeper.expire_idle()
+
+    async def _forget(self) -> None:
+        """Let the index forget of shared tiers what is too much; it is found again by asking."""
+        for number in self._shared:
+            await self._drop(number, keep=_MOST_KNOWN)
+
+    async def _settle(self) -> None:
+        for tier in self._tiers.values():
+            tier.settle()
 
     def close(self) -> None:
         """End the hashing threads. The tiers are closed by their owner."""

@@ -6,13 +6,13 @@ Names, units and labels follow the Prometheus conventions: base units, ``_total`
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from kvtier.errors import MisuseError
 
-__all__ = ["TABLE", "Metric", "Metrics"]
+__all__ = ["TABLE", "Metric", "Metrics", "exposition"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ _ROWS: Final = (
         "tier",
         "verb",
     ),
-    _gauge("tier_capacity_bytes", "bytes", "Budget of a tier", "tier"),
+    _gauge("tier_capacity_bytes", "bytes", "Budget of a tier that has one", "tier"),
     _gauge("tier_used_bytes", "bytes", "Bytes of the budget in use", "tier"),
     _gauge(
         "tenant_used_bytes",
@@ -107,10 +107,10 @@ _ROWS: Final = (
         "tier",
     ),
     _gauge("tier_parts", "parts", "Parts in a tier", "tier"),
-    _gauge(
+    _counter(
         "sent_requests", "requests", "Requests sent to a tier's service, by kind", "tier", "kind"
     ),
-    _gauge("sent_requests_dollars", "dollars", "What they cost, by list prices", "tier"),
+    _counter("sent_requests_dollars", "dollars", "What they cost, by list prices", "tier"),
     _gauge("pack_residue_parts", "parts", "Parts let go that lie in packs with others", "tier"),
     _gauge("write_budget_bytes", "bytes", "Bytes that may be written to a tier now", "tier"),
     _gauge("leased_parts", "parts", "Parts under a lease, a spill or a copy"),
@@ -145,6 +145,12 @@ class Metrics:
         with self._lock:
             self._values[key] = value
 
+    def mirror(self, name: str, value: float, **labels: str) -> None:
+        """Bring a counter up to what is counted elsewhere, which only rises. See ``add``."""
+        key = self._key(f"kvtier_{name}_total", labels)
+        with self._lock:
+            self._values[key] = max(value, self._values.get(key, 0))
+
     def get(self, name: str, **labels: str) -> float:
         """Return a counter or gauge by its short name; 0 when it was never touched.
 
@@ -167,24 +173,30 @@ class Metrics:
             items = sorted(self._values.items())
         return {_series(name, values): value for (name, values), value in items}
 
-    def prometheus(self) -> Iterator[str]:
-        """Yield the lines of the text exposition format."""
-        seen: set[str] = set()
-        for series, value in self.snapshot().items():
-            name = series.partition("{")[0]
-            if name not in seen:
-                seen.add(name)
-                row = TABLE[name]
-                yield f"# HELP {name} {row.help}, in {row.unit}"
-                yield f"# TYPE {name} {row.kind}"
-            yield f"{series} {value!r}"  # all digits: a rate is a difference of large numbers
-
     @staticmethod
     def _key(name: str, labels: dict[str, str]) -> tuple[str, tuple[str, ...]]:
         row = TABLE.get(name)
         if row is None or (row.labels != (given := tuple(labels)) and {*row.labels} != {*given}):
             raise MisuseError(f"no metric {name!r} with labels {sorted(labels)}")
         return name, tuple([labels[label] for label in row.labels])
+
+
+def exposition(figures: Mapping[str, float]) -> Iterator[str]:
+    """Yield the lines of Prometheus' text format for what ``Metrics.snapshot`` returned.
+
+    Rows that this release does not know, of a daemon of another one, are left out.
+    """
+    seen: set[str] = set()
+    for series, value in figures.items():
+        name = series.partition("{")[0]
+        row = TABLE.get(name)
+        if row is None:
+            continue
+        if name not in seen:
+            seen.add(name)
+            yield f"# HELP {name} {row.help}, in {row.unit}"
+            yield f"# TYPE {name} {row.kind}"
+        yield f"{series} {value!r}"  # all digits: a rate is a difference of large numbers
 
 
 def _series(name: str, values: tuple[str, ...]) -> str:

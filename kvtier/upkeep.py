@@ -15,7 +15,7 @@ from typing import Final, Self
 
 from kvtier.catalog.explain import Explanation
 from kvtier.catalog.sweep import Removed
-from kvtier.checks import check_first, check_kind, check_seconds, check_wait
+from kvtier.checks import check_first, check_kind, check_wait
 from kvtier.clock import epoch, monotonic
 from kvtier.desk import Desk, Health
 from kvtier.errors import ConfigError, MisuseError
@@ -45,7 +45,7 @@ class Upkeep:
         self._desk = desk
         self._namer = namer
         self._pid = os.getpid()
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal's handler may close it again
         self._closed = False
         self._recorder: Recorder | None = None
 
@@ -56,7 +56,7 @@ class Upkeep:
         seconds; it goes on then.
         """
         self._check_waiting()
-        check_seconds("a timeout", timeout)
+        check_wait("a timeout", timeout)
         check_kind("a tier's name", tier, str, ConfigError)
         tiers = self._desk.tiers
         if tier not in tiers:
@@ -105,15 +105,19 @@ class Upkeep:
         self._check_waiting()
         digest = self.namespace.digest if digest is None else digest
         _check_digest(digest)
-        check_seconds("a timeout", timeout)
+        check_wait("a timeout", timeout)
         if not callable(progress):
             raise MisuseError(f"progress is called with a number of parts; {progress!r} cannot be")
         return self._desk.purge(digest, timeout, progress)
 
     def flush(self, *, timeout: float) -> bool:
-        """Wait until all saves are published and written down; False when time runs out."""
+        """Wait until nothing waits to be published or written down; False when time runs out.
+
+        By then each part was written, or dropped and counted: a tier that fails, or is left alone,
+        keeps nobody waiting. ``kvtier_dropped_spills_total{reason="failed"}`` says whether it did.
+        """
         self._check_waiting()
-        check_seconds("a timeout", timeout)
+        check_wait("a timeout", timeout)
         return self._desk.flush(timeout)
 
     def explain(self, tokens: TokenIds | Prefix, *, request: Request | None = None) -> Explanation:
@@ -190,15 +194,18 @@ class Upkeep:
         Copies in flight may go on: their slots' memory stays mapped until the last has ended.
         """
         self._check_here()
-        if os.getpid() != self._pid or not self._closing.acquire(blocking=False):
+        if os.getpid() != self._pid:
             return
-        self._desk.unpin()
-        if self._recorder is not None:
-            self._recorder.close()
-        try:
-            self._desk.leave()
-        finally:
+        with self._closing:  # a second call returns when the first has
+            if self._closed:
+                return
             self._closed = True
+            try:
+                self._desk.unpin()
+                if self._recorder is not None:
+                    self._recorder.close()
+            finally:
+                self._desk.leave()
 
     def __enter__(self) -> Self:
         """Return the cache."""

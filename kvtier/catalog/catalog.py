@@ -365,13 +365,12 @@ class Catalog(Removal):
         """Set the gauges."""
         with self._lock:
             index, metrics = self._index, self._metrics
-            for shelf in self._shelves:
-                metrics.set("tier_used_bytes", shelf.used, tier=shelf.name)
+            for number, shelf in enumerate(self._shelves):
+                used = self._room.arena.used_bytes if number == DRAM else shelf.used
+                metrics.set("tier_used_bytes", used, tier=shelf.name)
                 metrics.set("tier_parts", len(shelf.order), tier=shelf.name)
-                metrics.set("tier_capacity_bytes", shelf.capacity or 0, tier=shelf.name)
-            metrics.set(
-                "tier_used_bytes", self._room.arena.used_bytes, tier=self._shelves[DRAM].name
-            )
+                if shelf.capacity is not None:
+                    metrics.set("tier_capacity_bytes", shelf.capacity, tier=shelf.name)
             for share, tenant in enumerate(self._owners.tenants[1:], 1):
                 for shelf in self._shelves:
                     used = shelf.used_by[share]

@@ -61,6 +61,7 @@ class CommandGroup(click.Group):
         "replay": "kvtier.cli.replay:replay",
         "serve": "kvtier.cli.serve:serve",
         "sim": "kvtier.cli.sim:sim",
+        "status": "kvtier.cli.status:status",
         "verify": "kvtier.cli.verify:verify",
     },
     kind="command",

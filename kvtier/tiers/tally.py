@@ -52,6 +52,6 @@ class Tally:
             return
         counts, prices = self._store.requests.counts(), self._store.prices
         for kind, count in counts.items():
-            self._metrics.set("sent_requests", count, tier=self._name, kind=kind)
+            self._metrics.mirror("sent_requests", count, tier=self._name, kind=kind)
         dollars = sum(prices.get(kind, 0.0) * count for kind, count in counts.items())
-        self._metrics.set("sent_requests_dollars", dollars, tier=self._name)
+        self._metrics.mirror("sent_requests_dollars", dollars, tier=self._name)

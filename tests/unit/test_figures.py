@@ -26,7 +26,7 @@ def test_the_gauges_say_what_is_where():
     assert gauge("tier_parts", tier="dram") == 2
     assert gauge("tier_parts", tier="lmdb") == 1
     assert gauge("tier_capacity_bytes", tier="dram") == 4 * PART_BYTES
-    assert gauge("tier_capacity_bytes", tier="lmdb") == 0
+    assert 'kvtier_tier_capacity_bytes{tier="lmdb"}' not in small.metrics.snapshot()
     assert gauge("leased_parts") == 2
     assert gauge("pinned_parts") == 1
     assert gauge("quarantined_slots") == 0
@@ -39,4 +39,17 @@ def test_the_gauges_say_what_is_where():
     assert gauge("quarantined_slots") == 1
     assert gauge("pinned_parts") == 0
     small.catalog.settle(held)
+    small.close()
+
+
+def test_no_gauge_is_set_to_what_is_not_so_in_between(monkeypatch):
+    """Whoever reads at that moment would see an empty tier."""
+    small = SmallCatalog(4)
+    small.save(chain(3))
+    said = []
+    monkeypatch.setattr(
+        small.metrics, "set", lambda name, value, **labels: said.append((name, *labels.values()))
+    )
+    small.catalog.figures()
+    assert len(said) == len(set(said))
     small.close()

@@ -10,7 +10,7 @@ import pytest
 from kvtier import metrics as module
 from kvtier.errors import MisuseError
 from kvtier.events import Reporter
-from kvtier.metrics import TABLE, Metric, Metrics
+from kvtier.metrics import TABLE, Metric, Metrics, exposition
 
 UNITS = {
     *(
@@ -114,12 +114,21 @@ def test_a_missing_label_is_misuse_where_something_is_counted():
         Metrics().set("saved_chunks", 1)  # a counter is no gauge
 
 
+def test_what_is_counted_elsewhere_only_rises():
+    metrics = Metrics()
+    for value in (3, 2):
+        metrics.mirror("sent_requests", value, tier="s3", kind="GET")
+    assert metrics.snapshot() == {'kvtier_sent_requests_total{tier="s3",kind="GET"}': 3}
+    with pytest.raises(MisuseError):
+        metrics.mirror("sessions", 1)  # a gauge is no counter
+
+
 def test_the_text_can_be_scraped():
     metrics = Metrics()
     metrics.add("fetched_bytes", 123_456_789_012, tier='od"d\\na\nme')
     metrics.add("fetched_bytes", 1, tier="s3")
     metrics.set("tier_used_bytes", 0.5, tier="s3")
-    lines = list(metrics.prometheus())
+    lines = list(exposition({**metrics.snapshot(), "kvtier_of_another_release": 1.0}))
     kinds: dict[str, str] = {}
     for line in lines:
         if line.startswith("# TYPE "):

@@ -1,0 +1,110 @@
+"""``kvtier status``: what a daemon holds and how it fares, for people, scripts and Prometheus."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from kvtier.errors import ConfigError
+from kvtier.units import format_bytes
+
+if TYPE_CHECKING:
+    from kvtier.daemon.status import Status
+
+__all__ = ["status"]
+
+_DEGRADED: Final = 1
+_SECONDS: Final = 5.0
+_WIDTH: Final = 80
+
+
+@click.command("status", short_help="Say how a daemon fares, or let Prometheus ask.")
+@click.argument("socket", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, with all metrics.")
+@click.option("--prometheus", is_flag=True, help="Print all metrics in Prometheus' text format.")
+@click.option(
+    "--listen",
+    metavar="HOST:PORT",
+    help="Go on until SIGINT, and answer GET /metrics and GET /health over HTTP.",
+)
+def status(socket: str | None, as_json: bool, prometheus: bool, listen: str | None) -> int:  # noqa: FBT001
+    """Say what the daemon at SOCKET holds, tier by tier, and what ails it.
+
+    SOCKET is by default that of `kvtier serve`. The exit status is 0 when all tiers are served, 1
+    when one is not, and 2 when no daemon answers.
+    """
+    from kvtier.daemon.place import check_path, runtime_folder
+    from kvtier.daemon.status import ask_status
+
+    if as_json + prometheus + (listen is not None) > 1:
+        raise ConfigError("--json, --prometheus and --listen: choose one")
+    path = str(check_path(socket) if socket else runtime_folder() / "kv.sock")
+    if listen is not None:
+        from kvtier.cli.listen import listen_at
+
+        return listen_at(listen, path)
+    found = ask_status(path, _SECONDS)
+    if as_json:
+        from kvtier.cli.medium import print_json
+
+        print_json(found._asdict() | {"socket": path})
+    elif prometheus:
+        from kvtier.metrics import exposition
+
+        click.echo("\n".join(exposition(found.figures)))
+    else:
+        _show(path, found)
+    return _DEGRADED if found.troubles else 0
+
+
+def _show(path: str, found: Status) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH  # a file has none
+    for line in _lines(path, found):
+        console.print(line, markup=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.add_column("tier", no_wrap=True)
+    for name in ("used", "of", "parts", "tokens hit", "read", "written", "errors"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for tier in found.tiers:
+        table.add_row(tier, *_row(found.figures, tier))
+    console.print(table)
+    for tier, why in found.troubles.items():
+        console.print(f"{tier} is not served: {why}", markup=False, soft_wrap=True)
+
+
+def _lines(path: str, found: Status) -> list[str]:
+    figures = found.figures
+    asked = figures.get("kvtier_match_tokens_total", 0)
+    hits = sum(figures.get(_series("hit_tokens_total", tier), 0) for tier in found.tiers)
+    clients = int(figures.get("kvtier_sessions", 1)) - 1  # but for this question
+    lines = [f"{path}: server {found.generation} of this daemon, {clients:,} clients"]
+    if asked:
+        lines.append(f"{hits / asked:.1%} of {asked:,.0f} tokens asked for were loaded")
+    return lines
+
+
+def _row(figures: dict[str, float], tier: str) -> list[str]:
+    def of(name: str) -> Any:
+        return figures.get(_series(name, tier), 0)
+
+    capacity = figures.get(_series("tier_capacity_bytes", tier))
+    return [
+        format_bytes(int(of("tier_used_bytes"))),
+        "unbounded" if capacity is None else format_bytes(int(capacity)),
+        f"{of('tier_parts'):,.0f}",
+        f"{of('hit_tokens_total'):,.0f}",
+        format_bytes(int(of("fetched_bytes_total"))),
+        format_bytes(int(of("spilled_bytes_total"))),
+        f"{of('tier_errors_total'):,.0f}",
+    ]
+
+
+def _series(name: str, tier: str) -> str:
+    return f'kvtier_{name}{{tier="{tier}"}}'
