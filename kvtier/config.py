@@ -223,9 +223,7 @@ def parse_tier(url: str) -> TierConfig:
         if name not in store.OPTIONS and name not in _OWN_OPTIONS:
             raise unknown(f"option of {scheme}", name, (*store.OPTIONS, *_OWN_OPTIONS))
     if "capacity" not in given:
-        raise ConfigError(
-            f"tier {shown!r} has no capacity; add ?capacity=200GiB, or ?capacity=unbounded"
-        )
+        raise ConfigError(f"tier {shown!r} has no capacity; add ?capacity=200GiB, say")
     capacity, budget = given["capacity"], given.get("write_budget")
     options = {
         name: option.parse(given[name]) if name in given else option.default

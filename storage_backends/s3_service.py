@@ -104,7 +104,7 @@ def parse_location(location: str) -> Place:
     bucket, _, prefix = location.removeprefix("//").partition("/")
     if not location.startswith("//") or not _BUCKET.fullmatch(bucket):
         raise ConfigError(
-            f"{location!r} names no bucket: 3 to 63 small letters, digits, dots and hyphens; "
+            f"'s3:{location}' names no bucket: 3 to 63 small letters, digits, dots and hyphens; "
             "write the tier like s3://bucket/prefix"
         )
     if bucket.endswith("--x-s3"):

@@ -17,7 +17,7 @@ def bucket_url(url: str, below: str = "") -> str:
     if not place.startswith("s3://") or not place.removeprefix("s3://"):
         raise ConfigError("--s3 takes the URL of a bucket, like s3://bucket/prefix")
     if "admission=" in query:
-        raise ConfigError("--s3 takes no admission: everything is written there")
+        raise ConfigError("leave admission= out of --s3: what is asked here is written in any case")
     given = [query, "admission=through"]
     if "capacity=" not in query:
         given.append("capacity=unbounded")

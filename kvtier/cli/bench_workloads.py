@@ -99,7 +99,7 @@ MULTI_TURN: Final = Workload(
         number("--num-conversations", default=2, help="Conversations, besides one to warm up."),
         number("--turns", least=2, default=3, help="Turns of a conversation."),
         number("--prefix-len", default=1024, help="Tokens of the text that it begins with."),
-        number("--suffix-len", default=48, help="Tokens of a question, at most."),
+        number("--suffix-len", default=64, help="Tokens of a question, at most."),
         number("--output-len", default=16, help="Tokens of an answer."),
     ),
     MultiTurn,

@@ -179,11 +179,10 @@ def _show_curve(console: Console, drawn: Curve) -> None:
     from rich import box
     from rich.table import Table
 
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{drawn.trace}: hit rate, % of prompt tokens",
-        title_justify="left",
-    )
+    # Not as the table's title, which would be wrapped to the table's width.
+    title = f"{drawn.trace}: hit rate, % of prompt tokens"
+    console.print(title, highlight=False, markup=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("cache of", justify="right")
     for name in ("LRU", "optimum"):
         table.add_column(name, justify="right")

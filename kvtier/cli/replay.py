@@ -252,11 +252,10 @@ def _show(found: Replay, block_bytes: int | None) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{found.trace}: hit rate, % of prompt tokens",
-        title_justify="left",
-    )
+    # Not as the table's title, which would be wrapped to the table's width.
+    title = f"{found.trace}: hit rate, % of prompt tokens"
+    console.print(title, highlight=False, markup=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("policy", no_wrap=True)
     points = sorted({one.capacity_blocks for one in found.results})
     for point in points:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -71,8 +70,10 @@ def serve(
     uid, socket, tiers and record, for users who must not meet: each gets a socket, memory and a
     server process of its own.
 
-    It runs until SIGTERM or SIGINT; then what waits is written down first.
+    It runs until SIGTERM or SIGINT; then what waits is written down first. It logs to stderr from
+    the level in KVTIER_LOG_LEVEL on: debug, info (the default), warning or error.
     """
+    from kvtier.daemon.logs import set_up
     from kvtier.daemon.principals import of_file, of_urls
 
     if bool(tiers) == (config is not None):
@@ -83,7 +84,7 @@ def serve(
         click.echo(_as_toml(found))
         return 0
     _check_memory(found)
-    logging.basicConfig(format="%(name)s: %(message)s", level=logging.INFO)
+    set_up()
     return _run(found, _Teller(as_json=as_json))
 
 

@@ -129,11 +129,10 @@ def show_stack(found: Stack) -> None:
     from rich.table import Table
 
     console = Console()
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{found.trace}: {found.requests:,} requests, {found.policy}",
-        title_justify="left",
-    )
+    # Not as the table's title, which would be wrapped to the table's width.
+    title = f"{found.trace}: {found.requests:,} requests, {found.policy}"
+    console.print(title, highlight=False, markup=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column("tier", no_wrap=True)
     for column in ("size", "hits", "so far (most)", "written/day", "drive", "month"):
         table.add_column(column, justify="right", no_wrap=True)

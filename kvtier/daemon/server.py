@@ -9,7 +9,6 @@ import contextlib
 import ctypes
 import functools
 import gc
-import logging
 import os
 import signal
 import socket
@@ -24,6 +23,7 @@ from kvtier.clock import epoch, monotonic
 from kvtier.daemon.grants import Grants
 from kvtier.daemon.health import Watch
 from kvtier.daemon.limits import descriptors
+from kvtier.daemon.logs import set_up
 from kvtier.daemon.loop import Server
 from kvtier.daemon.pulse import Pulse
 from kvtier.daemon.sessions import Sessions
@@ -52,7 +52,7 @@ def main() -> int:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         return 1
-    logging.basicConfig(format="%(name)s: %(message)s", level=logging.INFO)
+    set_up()
     for number in (signal.SIGINT, signal.SIGHUP):  # the terminal's: the supervisor says when
         signal.signal(number, signal.SIG_IGN)
     ended = threading.Event()
