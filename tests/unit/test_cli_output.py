@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.cli.main import run
 from kvtier.cli.output import write_report
+from kvtier.cli.progress import progress
 from kvtier.errors import ConfigError
 
 PLAN = ("plan", "llama-3-70b", "--gpu-memory", "80GB", "--weights", "fp4")
@@ -68,3 +69,12 @@ def test_a_warmup_that_is_no_part_is_refused(part, trace, capsys):
     for command in ([*PLAN, "--trace", trace], ["replay", trace, "--capacity-blocks", "5"]):
         assert run([*command, "--warmup", part]) == 2
         assert "error: Invalid value for '--warmup'" in capsys.readouterr().err
+
+
+def test_long_work_says_now_and_then_where_it_is_without_a_terminal(monkeypatch, capsys):
+    now = [100.0]
+    monkeypatch.setattr("kvtier.cli.progress.time.monotonic", lambda: now[0])
+    with progress() as tell:
+        for now[0] in (101.0, 129.0, 131.0, 150.0, 162.0):
+            tell("reading", int(now[0]) - 100, 1000)
+    assert capsys.readouterr().err == "31 s: reading (31 of 1,000)\n62 s: reading (62 of 1,000)\n"

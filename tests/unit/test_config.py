@@ -75,7 +75,7 @@ WRONG_URLS = {
     "option in capitals": ("lmdb:/kv?Capacity=1GiB", "did you mean 'capacity'?"),
     "wrong value": (LMDB + "&durability=always", "durability"),
     "no capacity": ("lmdb:/kv", "has no capacity; add ?capacity=200GiB"),
-    "no capacity but options": ("lmdb:/kv?durability=each", "?capacity=unbounded"),
+    "no capacity but options": ("lmdb:/kv?durability=each", "add ?capacity=200GiB, say"),
     "empty capacity": ("lmdb:/kv?capacity=", "'' is not a size"),
     "capacity without unit": ("lmdb:/kv?capacity=100", "no known unit"),
     "negative capacity": ("lmdb:/kv?capacity=-1GiB", "is not a size"),
