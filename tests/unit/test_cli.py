@@ -60,7 +60,7 @@ def refused(capsys, *args):
         (["bench", "shared-prefix", "--s3", "s3://[b"], "names no bucket"),
         (["bench", "shared-prefix", "--s3", "s3://"], "like s3://bucket/prefix"),
         (["bench", "shared-prefix", "--s3", "s3://b?endpont=x"], "did you mean 'endpoint'?"),
-        (["bench", "shared-prefix", "--s3", "s3://b?admission=through"], "leave admission= out of --s3"),
+        (["bench", "shared-prefix", "--s3", "s3://b?admission=through"], "leave admission= out"),
         (["bench", "shared-prefix", "--dir", ""], "--dir is empty"),
         (["bench", "shared-prefix", "--json", "a\0b"], "cannot write"),
         (["bench", "no-reuse", "--plot", "/no/such/dir/x.png"], "cannot write /no/such/dir/x.png"),
