@@ -25,7 +25,7 @@ from kvtier.metrics import Metrics
 from kvtier.tiers.exact import Fetched
 from kvtier.tiers.store import Read, Status, Store, Write
 
-__all__ = ["WORTH", "Coding", "Written", "is_failed", "send_each"]
+__all__ = ["WORTH", "Coding", "Written", "blamed", "is_failed", "is_full", "send_each"]
 
 WORTH: Final = 16
 """What a codec does not make smaller by one part in so many is written as it is."""
@@ -49,8 +49,26 @@ class Written(NamedTuple):
 
 def is_failed(outcome: object) -> bool:
     """Say whether that is what became of a record, read or written."""
-    status = outcome.status if isinstance(outcome, Fetched | Written) else outcome
-    return status is Status.FAILED
+    return _status(outcome) is Status.FAILED
+
+
+def is_full(outcome: object) -> bool:
+    """Say whether there was no room for a record."""
+    return _status(outcome) is Status.FULL
+
+
+def blamed(outcomes: Sequence[object], said: str) -> list[str]:
+    """Return why a whole call came to nothing, if it did. said: by the Store, in that call.
+
+    A tier that has reached its capacity says nothing; of a medium that is full below it, it does.
+    """
+    if all(map(is_failed, outcomes)):
+        return [said or f"it fails all {len(outcomes)} records of a call"]
+    return [said] if said and all(map(is_full, outcomes)) else []
+
+
+def _status(outcome: object) -> object:
+    return outcome.status if isinstance(outcome, Fetched | Written) else outcome
 
 
 class Coding:

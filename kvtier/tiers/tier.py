@@ -21,7 +21,7 @@ from kvtier.seams import Flow, IoPool
 from kvtier.tiers.ailments import IN_A_ROW, Ailments
 from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.budget import WriteBudget
-from kvtier.tiers.coding import Coding, Written, is_failed, send_each
+from kvtier.tiers.coding import Coding, Written, blamed, is_failed, is_full, send_each
 from kvtier.tiers.exact import Fetched, Wanted, guarded, verify
 from kvtier.tiers.mending import Mending
 from kvtier.tiers.pack import longest_order, pair_bytes
@@ -321,8 +321,7 @@ class Tier:
             noted()  # of a call before
             with under(deadline):
                 out = guarded(call, items)
-            if all(map(is_failed, out)):
-                why[:] = [noted() or f"it fails all {len(out)} records of a call"]
+            why[:] = blamed(out, noted())
             return out
 
         def fair() -> bool:
@@ -371,7 +370,7 @@ class Tier:
             return out
         if why:
             self._ailments.fails(verb, why[0])
-        elif any(one is not Status.FULL for one in out):  # that says nothing of the medium
+        elif not all(map(is_full, out)):  # that says nothing of the medium
             self._ailments.works(verb)
         self._breaker.report(ok=bad < len(out))
         return out

@@ -9,10 +9,13 @@ import time
 import pytest
 
 from kvtier.errors import Unavailable
+from kvtier.events import note
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.records import make_record
 from kvtier.tiers import tier as module
+from kvtier.tiers.ailments import IN_A_ROW
 from kvtier.tiers.breaker import FAILURES, REST_SECONDS, Breaker
+from kvtier.tiers.coding import is_failed
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import HUNG_SECONDS
 
@@ -295,3 +298,34 @@ def test_close_is_bounded_by_time_though_calls_and_store_hang(new_bench, monkeyp
     for call in hung:
         call.result(10)
     bench.flow.close()
+
+
+# --------------------------------------------------------------------------------- a full medium
+
+
+def test_a_medium_that_is_full_below_the_capacity_is_said_and_the_capacity_is_not(bench):
+    """Such a tier takes nothing for ever, and would be called well."""
+    bench.store.write_many = lambda writes: [Status.FULL for _ in writes]
+    for _ in range(IN_A_ROW):
+        assert bench.do("write") is Status.FULL
+    assert bench.tier.trouble == ""
+
+    def full(writes):
+        note("ENOSPC: no space left on device")
+        return [Status.FULL for _ in writes]
+
+    bench.store.write_many = full
+    for _ in range(IN_A_ROW):
+        assert bench.do("write") is Status.FULL
+    assert bench.tier.trouble == "write: ENOSPC: no space left on device"
+    assert bench.tier.available, "what it has is read"
+
+
+def test_twin_unless_what_it_says_is_looked_at(bench, monkeypatch):
+    monkeypatch.setattr(
+        module, "blamed", lambda out, _: ["failed"] if all(map(is_failed, out)) else []
+    )
+    bench.store.write_many = lambda writes: (note("ENOSPC"), [Status.FULL for _ in writes])[1]
+    for _ in range(IN_A_ROW):
+        bench.do("write")
+    assert bench.tier.trouble == ""
