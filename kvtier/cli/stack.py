@@ -156,8 +156,11 @@ def show_stack(found: Stack) -> None:
     for one in found.levels:
         if not one.hit_tokens:
             console.print(f"{one.name} serves nothing here: this would be as fast without it.")
+    span = format_seconds(found.hours * 3600) if found.hours < 1 else f"{found.hours:,.1f} h"
+    if found.hours < 1:
+        console.print(f"Days and months are {span} multiplied here: see a longer trace.")
     console.print(
-        f"Hit rates are of prompt tokens, in the {found.hours:,.1f} h behind the warm-up; times "
+        f"Hit rates are of prompt tokens, in the {span} behind the warm-up; times "
         f"are of {_waiting(found)}. {found.skipped_tokens:,} tokens were there, and faster to "
         f"compute. A month saves {found.gpu_hours_saved:,.0f} GPU hours, "
         f"${found.gpu_dollars_saved:,.0f}, and costs ${found.dollars:,.0f}.",
