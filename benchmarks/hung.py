@@ -162,10 +162,11 @@ def lateness(cache: kvtier.Cache, proxy: FarProxy, rounds: int, found: Found) ->
     fresh = itertools.count(1 << 8)
     for _ in range(rounds):
         for kind in (*FAULTS, "dropped"):
-            there = [prompt(next(fresh), FEW) for _ in range(2)]
+            there = [prompt(next(fresh), FEW) for _ in range(3)]
             for each in there:
                 save(cache, each)
             cache.clear("dram")
+            hit(cache, there[2])  # or reads would fail five times in a row, and none work
             with hung(proxy, kind):
                 # Fewer than the breaker opens at: each of them finds it closed.
                 for name, call in calls(there, fresh).items():
