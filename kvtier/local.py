@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 from kvtier.catalog.catalog import LOT, Found
 from kvtier.catalog.explain import ChunkPlace, End, Explanation, PartPlace, find_end
@@ -12,6 +12,7 @@ from kvtier.catalog.lease import Lease
 from kvtier.catalog.sweep import Removed
 from kvtier.depot import Depot
 from kvtier.desk import Health, Issued, Match, Reserved
+from kvtier.errors import MisuseError
 from kvtier.flow import Saved
 from kvtier.identity.geometry import Geometry
 from kvtier.identity.namespace import Namespace
@@ -23,6 +24,8 @@ from kvtier.retention import Term
 from kvtier.seams import CancelledError, Future
 
 __all__ = ["LocalDesk"]
+
+T = TypeVar("T")
 
 _LOOKED_AT: Final = 64  # chunks that explain looks at under one lock
 
@@ -169,19 +172,25 @@ class LocalDesk:
             lot = self.catalog.withdraw(names[start : start + LOT], "invalidated")
             parts, records = parts + lot[0], records + lot[1]
         if records:
-            deleting = self.depot.flow.spawn(self.moves.sweeper.sweep_for(names))
-            with contextlib.suppress(TimeoutError, CancelledError):
-                records = deleting.result(timeout)
+            with contextlib.suppress(TimeoutError):
+                records = self._awaited(self.moves.sweeper.sweep_for(names), timeout)
         return Removed(parts, records)
 
     def purge(self, digest: bytes, timeout: float, progress: Callable[[int], None]) -> Removed:
         """See Desk."""
-        return self.depot.flow.spawn(self.moves.sweeper.purge(digest, progress)).result(timeout)
+        return self._awaited(self.moves.sweeper.purge(digest, progress), timeout)
 
     def clear(self, tier: str, timeout: float) -> None:
         """See Desk."""
         number = self.depot.numbers[tier]
-        self.depot.flow.spawn(self.moves.clear(number)).result(timeout)
+        self._awaited(self.moves.clear(number), timeout)
+
+    def _awaited(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
+        """Wait for what runs on the flow loop. Raises MisuseError when that is closed meanwhile."""
+        try:
+            return self.depot.flow.spawn(work).result(timeout)
+        except CancelledError:
+            raise MisuseError("this cache is closed") from None
 
     def flush(self, timeout: float) -> bool:
         """See Desk."""

@@ -174,7 +174,7 @@ class ThreadFlow:
         self._closed = False
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
-        """See Flow. Raises MisuseError after ``close``."""
+        """See Flow. Raises MisuseError after ``close``: it is a cache's."""
         try:
             with self._lock:  # so that `close` finds whatever was started before it
                 return asyncio.run_coroutine_threadsafe(work, self._running())
@@ -205,7 +205,7 @@ class ThreadFlow:
     def _running(self) -> asyncio.AbstractEventLoop:
         """Return the loop, started if need be. Called under the lock."""
         if self._closed:
-            raise MisuseError(f"{self._name} is closed")
+            raise MisuseError("this cache is closed")
         if self._loop is None:
             loop = asyncio.new_event_loop()
             thread = threading.Thread(target=self._run, args=(loop,), name=self._name, daemon=True)

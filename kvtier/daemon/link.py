@@ -24,7 +24,7 @@ from kvtier.daemon.tether import Tether
 from kvtier.daemon.up import Ask, Era, Seat, Up, resuming, stand_down
 from kvtier.daemon.waits import Waits
 from kvtier.daemon.wire import connect, failure, wait_for_daemon
-from kvtier.errors import ConfigError, KvtierError, ProtocolError
+from kvtier.errors import ConfigError, KvtierError, MisuseError, ProtocolError
 
 __all__ = ["Link"]
 
@@ -53,7 +53,9 @@ class Link:
         self.out: dict[tuple[Era, int], Seat] = {}
         self._session = os.urandom(16)
         self._engine = engine or self._session.hex()
-        self._seats: dict[Seat, None] = {}
+        self._seats: dict[Seat, bool] = {}  # whether it has joined, or still waits for that
+        self._leaving = threading.Lock()
+        self._left = False
         self._turn = threading.Lock()  # of the first connection
         self._outbox: deque[tuple[Up, Seat, Message]] = deque()
         self._owners: dict[bytes, int] = {}
@@ -100,16 +102,27 @@ class Link:
             self._then()
 
     def join(self, seat: Seat, timeout: float) -> None:
-        """Let a desk join, of a daemon started anew if need be. Blocks. Raises KvtierError."""
-        self._seats[seat] = None
+        """Let a desk join, of a daemon started anew if need be. Blocks. Raises KvtierError.
+
+        Raises MisuseError once the last desk has left.
+        """
+        self._seats[seat] = False
         until = monotonic() + timeout
         with contextlib.ExitStack() as undo:
             undo.callback(self._seats.pop, seat)
             while not self._joined(seat, until):
+                self._check_open()
                 if monotonic() >= until:
                     raise ConfigError(f"the daemon at {self.path} does not answer; try again later")
                 select.select([], [], [], _AGAIN_SECONDS)  # the link's thread connects anew
+            with self._leaving:
+                self._check_open()
+                self._seats[seat] = True
             undo.pop_all()
+
+    def _check_open(self) -> None:
+        if self._left:
+            raise MisuseError("this cache is closed")
 
     def _joined(self, seat: Seat, until: float) -> bool:
         """Ask the daemon that is there to let a desk join, unless it was told already."""
@@ -128,9 +141,11 @@ class Link:
         return True
 
     def leave(self, seat: Seat) -> bool:
-        """Let a desk go; say whether it was the last."""
-        self._seats.pop(seat, None)
-        return not self._seats
+        """Let a desk go; say whether it was the last. Those that would join now cannot, then."""
+        with self._leaving:
+            self._seats.pop(seat, None)
+            self._left = not any(self._seats.values())
+            return self._left
 
     # ---- calls
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import select
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -32,6 +34,7 @@ __all__ = ["NO_PROMPT", "Orders", "in_bounds"]
 _JOIN_SECONDS: Final = 10.0
 _OPERATOR_SECONDS: Final = 2.0  # that a call which is no engine's waits for the daemon
 _LEAVE_SECONDS: Final = 30.0
+_AGAIN_SECONDS: Final = 0.05
 _GRACE: Final = 1.0  # seconds beyond its own time that an answer may take
 _LONGEST: Final = 1e9  # see messages.Seconds
 NO_PROMPT: Final = Prompt(0, 0, b"", b"")
@@ -82,35 +85,31 @@ class Orders:
 
     def invalidate(self, prefix: Prefix, first: int, timeout: float) -> Removed:
         """See Desk. Where no answer comes, no tier is known to have done it."""
+        start = min(int(first), len(prefix.keys))
 
-        def done(_up: Up, reply: Message | None) -> Removed:
-            return _removed(reply) or Removed(0, 0, self.tiers)
+        def ask(left: float) -> messages.Invalidate:
+            return messages.Invalidate(0, NO_PROMPT, start, left)
 
-        asked = messages.Invalidate(
-            0, NO_PROMPT, min(int(first), len(prefix.keys)), in_bounds(timeout)
-        )
-        future: Future[Removed] = self._begin(asked, timeout, done, prefix=prefix)
-        return future.result()
+        reply, _ = self._ordered(ask, timeout, prefix=prefix)
+        return _removed(reply) or Removed(0, 0, self.tiers)
 
     def purge(self, digest: bytes, timeout: float, progress: Callable[[int], None]) -> Removed:
         """See Desk."""
 
-        def done(_up: Up, reply: Message | None) -> Removed:
-            removed = _removed(reply)
-            if removed is None:
-                raise TimeoutError("the daemon has not ended the purge in time")
-            return removed
+        def ask(left: float) -> messages.Purge:
+            return messages.Purge(0, digest, left)
 
-        asked = messages.Purge(0, digest, in_bounds(timeout))
-        future: Future[Removed] = self._begin(asked, timeout, done, progress=progress)
-        return future.result()
+        reply, asked = self._ordered(ask, timeout, progress=progress)
+        removed = _removed(reply)
+        if removed is None:
+            raise self._unanswered("purge", asked=asked)
+        return removed
 
     def clear(self, tier: str, timeout: float) -> None:
         """See Desk."""
-        asked = messages.Clear(0, tier, in_bounds(timeout))
-        future: Future[bool] = self._begin(asked, timeout, _told)
-        if not future.result():
-            raise TimeoutError(f"the daemon has not cleared {tier} in time")
+        reply, asked = self._ordered(lambda left: messages.Clear(0, tier, left), timeout)
+        if not _is_told(reply):
+            raise self._unanswered(f"clear {tier}", asked=asked)
 
     def flush(self, timeout: float) -> bool:
         """See Desk."""
@@ -125,6 +124,7 @@ class Orders:
         reply = found[1] if found is not None else None
         if isinstance(reply, answers.Explained):
             return reply.explanation
+        self._check_left()
         why = reply.text if isinstance(reply, answers.Failed) else "the daemon does not answer."
         return Explanation(len(prefix.tokens), 0, End(0, why), ())
 
@@ -174,7 +174,8 @@ class Orders:
         up = self.link.up
         if up is not None and not up.owed:
             future: Future[bool] = self._begin(messages.Leave(0), _LEAVE_SECONDS, _told)
-            future.result()
+            with contextlib.suppress(MisuseError):  # a server that has started since knows it not
+                future.result()
         if self.link.leave(self):
             self.link.close()
 
@@ -184,6 +185,10 @@ class Orders:
         if os.getpid() != self._pid:
             raise MisuseError("a lease does not cross fork; its parent holds it")
 
+    def _check_left(self) -> None:
+        if self._left:
+            raise MisuseError("this cache is closed")
+
     def _ask(self, message: Message, how: Ask) -> tuple[Up, Message] | None:
         """Ask. A refusal is an answer, Failed, and reported: it is no fault of an engine's."""
         if how.prefix is not None and len(how.prefix.keys) > messages.MOST_CHUNKS:
@@ -192,6 +197,35 @@ class Orders:
         if found is not None and isinstance(found[1], answers.Failed):
             self.link.report(found[1].text)
         return found
+
+    def _ordered(
+        self, ask: Callable[[float], Message], timeout: float, **how: Any
+    ) -> tuple[Message | None, bool]:
+        """Ask for what an operator wants, of a daemon that may come only later. Blocks.
+
+        ask: makes the message, which gets the time that is left; where the daemon goes it is asked
+        anew. Returns the answer, if any came in time, and whether it was asked at all. Raises
+        MisuseError once this desk is left.
+        """
+        until, asked = monotonic() + in_bounds(timeout), False
+        while True:
+            self._check_left()
+            up, left = self.link.up, max(until - monotonic(), 0.0)
+            if up is not None and self in up.desks:
+                asked = True
+                begun: Future[Message | None] = self._begin(ask(left), left, _replied, **how)
+                reply = begun.result()
+                if reply is not None or up is self.link.up:  # which is late, then, and not lost
+                    return reply, asked
+            if monotonic() >= until:
+                return None, asked
+            select.select([], [], [], _AGAIN_SECONDS)  # the link's thread connects anew
+
+    def _unanswered(self, what: str, *, asked: bool) -> TimeoutError:
+        if asked:
+            return TimeoutError(f"the daemon was asked to {what}, and has not said that it is done")
+        path = self.link.path
+        return TimeoutError(f"the daemon at {path} was not there to be asked to {what}; try again")
 
     def _begin(
         self,
@@ -213,6 +247,7 @@ class Orders:
 
         def finish(reply: Message | None) -> Any:
             if isinstance(reply, answers.Failed):
+                self._check_left()
                 if late is None and prefix is None:  # an operator's
                     raise failure(reply)
                 self.link.report(reply.text)
@@ -256,7 +291,15 @@ def in_bounds(value: float) -> float:
 
 
 def _told(_up: Up, reply: Message | None) -> bool:
+    return _is_told(reply)
+
+
+def _is_told(reply: Message | None) -> bool:
     return isinstance(reply, answers.Told) and reply.value
+
+
+def _replied(_up: Up, reply: Message | None) -> Message | None:
+    return reply
 
 
 def _removed(reply: Message | None) -> Removed | None:
