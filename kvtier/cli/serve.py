@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvtier.daemon.principals import Principal
-    from kvtier.daemon.settings import Ails, Started
+    from kvtier.daemon.settings import Ails, Down, Started
     from kvtier.daemon.supervisor import Supervisor
 
 __all__ = ["serve"]
@@ -76,7 +76,9 @@ def serve(
     from kvtier.daemon.logs import set_up
     from kvtier.daemon.principals import of_file, of_urls
 
-    if bool(tiers) == (config is not None):
+    if tiers and config is not None:
+        raise ConfigError("name the tiers or a file with --config, and not both")
+    if not tiers and config is None:
         raise ConfigError("name the tiers, such as dram:8GiB, or a file with --config")
     record = {name: value for name, value in recording.items() if value is not None}
     found = of_file(config, path, record) if config is not None else [of_urls(tiers, path, record)]
@@ -111,6 +113,7 @@ class _Teller:
 def _run(found: Sequence[Principal], tell: _Teller) -> int:
     """Start every principal's daemon, and wait for a signal, or until one has ended."""
     from kvtier.daemon.supervisor import Supervisor
+    from kvtier.seams import CancelledError
 
     bell = os.eventfd(0, os.EFD_CLOEXEC)
     running: list[Supervisor] = []
@@ -129,27 +132,36 @@ def _run(found: Sequence[Principal], tell: _Teller) -> int:
             undo.callback(running[-1].close)
         for supervisor in running:  # all at once: each opens tiers of its own
             supervisor.begin(lambda: os.eventfd_write(bell, 1))
-        for one, supervisor in zip(found, running, strict=True):
-            tell("ready", **_described(one, supervisor, supervisor.wait()))
-        _notify("READY=1")
-        os.read(bell, 8)  # goes on after a signal, which eventfd_read does not
+        with contextlib.suppress(CancelledError):  # a signal came before all of them served
+            for one, supervisor in zip(found, running, strict=True):
+                tell("ready", **_described(one, supervisor, supervisor.wait()))
+            _notify("READY=1")
+            os.read(bell, 8)  # goes on after a signal, which eventfd_read does not
         _notify("STOPPING=1")
         end()
     tell("ended", pid=os.getpid())
     return 1 if any(supervisor.failed for supervisor in running) else 0
 
 
-def _news(one: Principal, tell: _Teller) -> Callable[[Started | Ails], None]:
-    """Return what says that a server was started again, or is in trouble, or well again."""
-    from kvtier.daemon.settings import Started
+def _news(one: Principal, tell: _Teller) -> Callable[[Started | Ails | Down], None]:
+    """Return what says that a server ended, was started again, is in trouble, or well again."""
+    from kvtier.daemon.settings import Down, Started
 
     known: dict[str, str] = {}
+    down: list[Down] = []  # the first since the last that has started
 
-    def say(news: Started | Ails) -> None:
+    def say(news: Started | Ails | Down) -> None:
         said = {"socket": str(one.path)}
+        if isinstance(news, Down):
+            if not down:
+                tell("down", **said, why=news.why)
+                _notify(f"STATUS=down: {one.path}: {news.why}".replace("\n", " "))
+            down.append(news)
+            return
         if isinstance(news, Started):
             if news.generation > 1:
                 known.clear()
+                down.clear()
                 tell("restarted", **said, server=news.server, generation=news.generation)
                 _notify("STATUS=")
             return

@@ -123,6 +123,8 @@ class Place:
         with contextlib.ExitStack() as undo:
             undo.callback(_held.pop, self._key)
             self._theirs = True
+            self._made = False  # the folder, here
+            undo.callback(self._remove_folder)
             self._folder = self._open_folder()
             undo.callback(os.close, self._folder)
             self._theirs = self._others_write()
@@ -145,6 +147,7 @@ class Place:
         self.remove()
         self.socket.close()
         self._remove_lock()
+        self._remove_folder()
         self.let_go()
 
     def let_go(self) -> None:
@@ -157,6 +160,12 @@ class Place:
     def _remove_lock(self) -> None:
         with contextlib.suppress(OSError):  # while the lock is held: nobody else's is removed
             os.unlink(self._lock_name, dir_fd=self._folder)
+
+    def _remove_folder(self) -> None:
+        """Remove a folder that was made here, unless others use it by now."""
+        if self._made:
+            with contextlib.suppress(OSError):
+                self.path.parent.rmdir()
 
     @property
     def _lock_name(self) -> str:
@@ -198,6 +207,7 @@ class Place:
         except PermissionError:  # such as a folder in /run, for another user
             folder.mkdir(0o700)
             os.chown(folder, self.uid, -1, follow_symlinks=False)
+        self._made = True
 
     @contextlib.contextmanager
     def _as_user(self) -> Iterator[None]:

@@ -53,7 +53,7 @@ def main() -> int:
     if os.getppid() != parent:
         return 1
     set_up()
-    for number in (signal.SIGINT, signal.SIGHUP):  # the terminal's: the supervisor says when
+    for number in (signal.SIGINT, signal.SIGHUP):  # blocked so far: the terminal's
         signal.signal(number, signal.SIG_IGN)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())

@@ -11,7 +11,7 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.recorder import Recording
 
-__all__ = ["Ails", "Settings", "Started"]
+__all__ = ["Ails", "Down", "Settings", "Started"]
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,6 +49,12 @@ class Ails(msgspec.Struct, frozen=True, tag=True):
     """What a server does not serve, and why, by tier; nothing when all is well again."""
 
     troubles: dict[str, str]
+
+
+class Down(msgspec.Struct, frozen=True):
+    """A server has ended, by itself or because it hung; another is started. No server says so."""
+
+    why: str
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

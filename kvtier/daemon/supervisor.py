@@ -31,7 +31,7 @@ from kvtier.clock import Clock, monotonic
 from kvtier.daemon.grants import make_grants
 from kvtier.daemon.place import Place
 from kvtier.daemon.pulse import BEAT, BEAT_SECONDS, Silence
-from kvtier.daemon.settings import Ails, Settings, Started
+from kvtier.daemon.settings import Ails, Down, Settings, Started
 from kvtier.errors import ConfigError
 from kvtier.memory.sealed import PAGE_BYTES, sealed_memory
 from kvtier.seams import Future, IoPool
@@ -47,14 +47,14 @@ _HUNG: Final = "the server hangs, or was stopped; it is killed"
 _LATE: Final = "the server does not end in time; it is killed"
 _log = logging.getLogger("kvtier")
 
-Tell = Callable[[Started | Ails], None]
+Tell = Callable[[Started | Ails | Down], None]
 
 
 class Supervisor:
     """One principal's daemon: takes path and memory when it is made. See ``start``.
 
-    tell: called by the supervising thread whenever a server has started, does not serve all of its
-    tiers, or serves them again; with ``server`` among them when it is none that starts.
+    tell: called by the supervising thread whenever a server has started, has ended though nobody
+    wished it, does not serve all of its tiers, or serves them again.
     program: what runs a server, after the Python that it runs in.
     Raises ConfigError for a path that another daemon has, and for more memory than there is.
     """
@@ -122,7 +122,8 @@ class Supervisor:
     def wait(self, timeout: float | None = None) -> Started:
         """Wait until the server serves. Blocks.
 
-        Raises ConfigError for what it cannot be started with, and TimeoutError; all is closed then.
+        Raises ConfigError for what it cannot be started with, CancelledError where it is to end
+        before that, and TimeoutError; all is closed then.
         """
         try:
             return self._first.result(timeout)
@@ -153,6 +154,8 @@ class Supervisor:
     # ---- the thread that stays
 
     def _run(self) -> None:
+        # A server inherits that: the terminal's word to all of its group is the supervisor's.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
         failed = 0
         try:
             while not self._ending.is_set():
@@ -177,14 +180,16 @@ class Supervisor:
                 delay = _DELAYS[min(failed, len(_DELAYS) - 1)]
                 _log.warning("%s: %s; it starts again", self.path, why)
                 if self._tell is not None:
-                    self._tell(Ails({"server": why}))
+                    self._tell(Down(why))
                 self._rest(delay)
         except Exception:
             _log.exception("%s: the supervisor fails, and its server ends with it", self.path)
             raise
         finally:
             self.place.remove()
-            if not self._first.done():
+            if self._ending.is_set():
+                self._first.cancel()  # where nothing has come of it
+            elif not self._first.done():
                 self._first.set_exception(ConfigError("the daemon ended before it served"))
 
     def _rest(self, seconds: float) -> None:

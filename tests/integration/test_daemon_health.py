@@ -12,7 +12,7 @@ import kvtier
 from kvtier.cli import serve
 from kvtier.daemon.health import Watch
 from kvtier.daemon.principals import of_urls
-from kvtier.daemon.settings import Ails, Settings, Started
+from kvtier.daemon.settings import Ails, Down, Settings, Started
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.testing.daemonloop import soon
 from kvtier.testing.toy import CHUNK, NAMESPACE, Toy, dram, prompt
@@ -103,6 +103,7 @@ def test_a_server_starts_and_starts_again_without_what_is_away(tmp_path):
             assert offered == loaded.tokens > 0
             assert exact
     assert any(isinstance(each, Ails) and "lmdb" in each.troubles for each in heard)
+    assert heard.count(Down("the server was ended by signal 9")) == 2
 
 
 # ---- what is said of it
@@ -129,9 +130,10 @@ def test_serve_says_each_trouble_once_and_what_is_well(capsys, tmp_path):
         Ails({"lmdb": "it hangs"}),
         Ails({"lmdb": "it hangs", "s3": "no route"}),
         Ails({"s3": "no route"}),
-        Ails({"server": "the server was ended by signal 9"}),
-        Ails({"server": "the server was ended by signal 9"}),
+        Down("the server was ended by signal 9"),
+        Down("the server ended with status 1; see what it wrote"),
         Started(2, 8, ("dram",)),
+        Down("the server hangs, or was stopped; it is killed"),
     ):
         say(news)
     where = f"socket {tmp_path}/s, "
@@ -139,7 +141,7 @@ def test_serve_says_each_trouble_once_and_what_is_well(capsys, tmp_path):
         f"degraded: {where}tier lmdb, why it hangs",
         f"degraded: {where}tier s3, why no route",
         f"well: {where}tier lmdb",
-        f"degraded: {where}tier server, why the server was ended by signal 9",
-        f"well: {where}tier s3",
+        f"down: {where}why the server was ended by signal 9",
         f"restarted: {where}server 8, generation 2",
+        f"down: {where}why the server hangs, or was stopped; it is killed",
     ]

@@ -178,18 +178,23 @@ def test_sigterm_ends_in_order_and_leaves_nothing(tmp_path, whom):
     assert [one.name for one in tmp_path.iterdir()] == ["kv"]
 
 
-def test_a_server_that_cannot_start_again_is_tried_until_it_can(tmp_path, supervised):
-    folder = tmp_path / "kv"
-    one = supervised(DRAM, f"lmdb:{folder}?capacity=64MiB")
+ENDS = """
+import os, sys
+from kvtier.daemon import server
+sys.exit(1 if os.path.exists({flag!r}) else server.main())
+"""
+
+
+def test_a_server_that_cannot_start_again_is_tried_until_it_can(tmp_path, supervised, monkeypatch):
+    flag = tmp_path / "flag"
+    monkeypatch.setattr(Supervisor, "program", ("-c", ENDS.format(flag=str(flag))))
+    one = supervised(DRAM, f"lmdb:{tmp_path}/kv?capacity=64MiB")
     one.start()
-    away = tmp_path / "away"
-    folder.rename(away)
-    folder.write_text("in its place")
+    flag.touch()
     os.kill(one.server, signal.SIGKILL)
     seen = set()
-    soon(lambda: seen.add(one.server) or len(seen - {0}) > 2)
-    folder.unlink()
-    away.rename(folder)
+    soon(lambda: seen.add(one.server) or len(seen - {0}) > 2, 60)
+    flag.unlink()
     welcome, _ = greeted(one.path)
     assert welcome.generation > 1
     assert welcome.tiers == ("dram", "lmdb")

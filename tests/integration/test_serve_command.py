@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +19,7 @@ from kvtier.daemon.principals import Principal
 from kvtier.daemon.settings import Settings
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.testing.daemon import running
+from kvtier.testing.daemonloop import soon
 from kvtier.testing.rawclient import RawClient
 
 DRAM = "dram:8MiB"
@@ -35,7 +38,7 @@ def refused(capsys, *args) -> str:
     ("args", "said"),
     [
         ([], "name the tiers, such as dram:8GiB, or a file with --config"),
-        (["--config", "x.toml", DRAM], "name the tiers, such as dram:8GiB, or a file"),
+        (["--config", "x.toml", DRAM], "name the tiers or a file with --config, and not both"),
         (["--config", "no/such.toml"], "cannot read no/such.toml"),
         (["lmdb:x?capacity=1GiB"], "begins with one dram tier, such as dram:8GiB"),
         ([DRAM, "lmbd:x?capacity=1GiB"], "did you mean 'lmdb'"),
@@ -152,7 +155,6 @@ def test_it_goes_on_when_nobody_reads_what_it_tells(tmp_path):
     import subprocess
     import sys
 
-    from kvtier.testing.daemonloop import soon
     from kvtier.testing.with_parent import with_parent
 
     command = [sys.executable, "-m", "kvtier", "serve", DRAM, "--socket", str(tmp_path / "s")]
@@ -199,3 +201,39 @@ def test_principals_start_side_by_side(tmp_path, monkeypatch):
     assert serve_command._run(found, tell) == 0
     assert calls == ["begin", "begin", "wait", "wait"]
     assert ready == [("ready", "one"), ("ready", "two"), ("ended", None)]
+
+
+# ---- before it serves
+
+
+class Slow(Supervisor):
+    """Its server never serves."""
+
+    program = ("-c", "import time; time.sleep(600)")
+
+
+def test_who_ends_it_before_it_serves_gets_what_was_asked_for(tmp_path, monkeypatch):
+    wait, told = Supervisor.wait, []
+
+    def waits(self, timeout=None):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return wait(self, timeout)
+
+    monkeypatch.setattr(Supervisor, "program", Slow.program)
+    monkeypatch.setattr(Supervisor, "wait", waits)
+    found = [Principal("", tmp_path / "s", Settings((DRAM,), os.geteuid()))]
+    assert serve_command._run(found, lambda event, **_: told.append(event)) == 0
+    assert told == ["ended"]
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_the_terminals_word_is_not_for_a_server_that_starts(tmp_path, monkeypatch, blocks):
+    """The twin gets it before it can ignore it, and writes a traceback."""
+    if not blocks:
+        monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
+    with contextlib.closing(Slow(Settings((DRAM,), os.geteuid()), tmp_path / "s")) as one:
+        one.begin()
+        soon(lambda: one.server)
+        status = Path(f"/proc/{one.server}/status").read_text()
+    blocked = int(status.split("SigBlk:")[1].split()[0], 16)
+    assert bool(blocked >> signal.SIGINT - 1 & 1) == blocks

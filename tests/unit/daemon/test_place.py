@@ -114,8 +114,22 @@ def test_a_folder_is_made_for_its_user_alone(tmp_path):
     place = Place(tmp_path / "new" / "s")
     assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
     place.close()
+    assert not (tmp_path / "new").exists()
     with pytest.raises(kvtier.ConfigError, match=r"cannot be used .*make it, or choose another"):
         Place(tmp_path / "no" / "such" / "s")
+
+
+def test_a_folder_goes_with_who_made_it_alone_and_empty(tmp_path):
+    Place(tmp_path / "s").close()
+    assert tmp_path.exists()
+    place = Place(tmp_path / "new" / "s")
+    (tmp_path / "new" / "other").touch()
+    place.close()
+    assert (tmp_path / "new").exists()
+    (tmp_path / "new" / "other").rename(tmp_path / "new" / "s")
+    with pytest.raises(kvtier.ConfigError, match="is no socket"):
+        Place(tmp_path / "new" / "s")
+    assert (tmp_path / "new").exists()
 
 
 def test_the_lock_keeps_a_second_process_out_before_there_is_a_socket(tmp_path):
