@@ -1,6 +1,7 @@
 """How fast ``kvtier replay`` is, and what it keeps in memory for a block.
 
     python benchmarks/replay.py [TRACE] [--block-size N] [--rounds N] [--json FILE]
+        [--plot FILE.png]
 
 Without a TRACE a synthetic one is made: conversations in turn, of 300,000 blocks. Each policy has a
 tier of a tenth of the different blocks, where it has to evict all the time. Memory is what the
@@ -16,6 +17,8 @@ import random
 import statistics
 import time
 from pathlib import Path
+
+from plot import draw, option
 
 from kvtier.planning.optimum import optimum
 from kvtier.planning.replay import make_policy
@@ -78,6 +81,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=BLOCK)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
+    option(parser)
     args = parser.parse_args()
     if args.rounds < 1:
         parser.error("--rounds must be at least 1")
@@ -105,6 +109,7 @@ def main() -> None:
     print(json.dumps(report, indent=2))
     if args.json:
         args.json.write_text(json.dumps(report, indent=2) + "\n")
+    draw(report, args.plot, {"block references a second": "blocks_per_second.*"})
 
 
 if __name__ == "__main__":
