@@ -317,7 +317,7 @@ class Link:
         """Note that the connections of `up` are lost; all that went over them is over."""
         if self.up is up:
             self.up = None
-            self.report(f"{error}; every call is a miss until it is back")
+            self._tether.lost(error)
         up.end()
         self._tether.poke()
 

@@ -42,6 +42,7 @@ class Tether:
         self.come_up = come_up
         self.gone = gone
         self.closing = False
+        self._down = False
         self.wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._what = f"the daemon at {path}"
         self._reporter = Reporter(monotonic)
@@ -83,6 +84,12 @@ class Tether:
         if not self.closing:
             self._reporter.warn(self._what, why)
 
+    def lost(self, why: object) -> None:
+        """Tell the operator that the daemon is not there, once until it is back."""
+        if not self._down:
+            self._down = True
+            self.report(f"{why}; every call is a miss until it is back")
+
     def _run(self) -> None:
         wait = 0.0
         while not self.closing:
@@ -94,19 +101,25 @@ class Tether:
                 return
             try:
                 self.come_up(monotonic() + _GREETING_SECONDS)
+                self._came_back()
             except (FileNotFoundError, ConnectionRefusedError) as error:
                 if self.gone():
                     self.report(f"{error.strerror}: its memory is let go")
             except TimeoutError as error:  # it has waited, and may go on: it is in the queue
-                self.report(str(error))
+                self.lost(error)
                 wait = 0.0
                 continue
             except OSError as error:  # its server ended just now, and the next is on its way
-                self.report(str(error))
+                self.lost(error)
                 wait = 0.0
             except KvtierError as error:
                 self.report(str(error))
             wait = min(2 * wait or _SOONEST, _LATEST)
+
+    def _came_back(self) -> None:
+        if self._down:
+            self._down = False
+            self.report("it is back")
 
     def _over(self) -> bool:
         return self.closing

@@ -167,7 +167,7 @@ class Worker:
                     wire.put(b"", 0.0)
                     self._say()
             except Exception as error:  # noqa: BLE001  (a defect, too: the daemon's end is noticed)
-                tether.report(str(error))
+                tether.lost(error)
                 with self._lock:
                     self._wire = None
                 wire.close()

@@ -19,7 +19,7 @@ REFUSED, SLOW = ProtocolError("another version"), TimeoutError("slow")
 def tried():
     """Let come_up fail in these ways, and return what was waited before each time."""
 
-    def run(*ways: Exception | None) -> list[float]:
+    def run(*ways: Exception | None, lost: str = "") -> list[float]:
         left, waits = list(ways), []
 
         def come_up(until: float) -> None:
@@ -31,6 +31,8 @@ def tried():
 
         tether = Tether("p", "t", watch=bool, come_up=come_up, gone=bool)
         tether._pause = waits.append
+        if lost:
+            tether.lost(lost)
         tether._run()
         tether.end()
         return waits
@@ -50,6 +52,24 @@ def test_it_asks_less_often_where_there_is_none_but_within_a_quarter_of_a_second
 
 def test_it_goes_on_at_once_where_it_has_waited_for_the_greeting(tried):
     assert tried(REFUSED, SLOW, SLOW, SLOW) == [0.0, 0.05, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("down", [True, False])
+def test_it_says_once_that_the_daemon_is_not_there_and_once_that_it_is_back(
+    tried, caplog, monkeypatch, down
+):
+    """The twin, which does not know that it has said so, says each time why."""
+    if not down:
+        monkeypatch.setattr(
+            Tether, "_down", property(lambda _: False, lambda *_: None), raising=False
+        )
+    tried(RESET, SLOW, ConnectionResetError("once more"), None, None, lost="the server ended")
+    said = [one.getMessage().removeprefix("the daemon at p: ") for one in caplog.records]
+    until = "; every call is a miss until it is back"
+    if down:
+        assert said == [f"the server ended{until}", "it is back"]
+    else:
+        assert len(said) == 4
 
 
 @pytest.mark.skipif(
