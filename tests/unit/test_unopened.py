@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -16,7 +17,7 @@ import kvtier
 from kvtier import late, opening
 from kvtier.catalog.catalog import Parts
 from kvtier.clock import monotonic
-from kvtier.config import Config, TierConfig
+from kvtier.config import Config, TierConfig, load_store, store_types
 from kvtier.depot import Depot
 from kvtier.errors import ConfigError, Unavailable, Unreachable
 from kvtier.identity.record import RECORD_ID_BYTES, Part, record_id
@@ -282,6 +283,16 @@ def test_what_is_withdrawn_just_then_is_not_indexed(monkeypatch, noted):
     asyncio.run(late._take_in(columns, LMDB, catalog, Sly()))
     assert small.found(parts) == ([] if noted else [LMDB] * 2)
     small.close()
+
+
+@pytest.mark.parametrize("scheme", ["lmdb", "files", "s3", "valkey", "mooncake"])
+def test_what_is_promised_beforehand_is_kept(scheme, tmp_path):
+    kind = load_store(store_types()[scheme])
+    assert kind.footprint(10_000) > 10_000
+    assert kind.PROMISES.shared == (scheme != "lmdb")
+    if scheme in ("lmdb", "files"):
+        with contextlib.closing(kind.open(str(tmp_path / "kv"), 4 << 20, {})) as store:
+            assert replace(store.capabilities, bounded=kind.PROMISES.bounded) == kind.PROMISES
 
 
 # ---- which errors are nobody's answer
