@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from kvtier.catalog.catalog import LOT, Found
 from kvtier.catalog.explain import ChunkPlace, End, Explanation, PartPlace, find_end
@@ -172,25 +172,20 @@ class LocalDesk:
             lot = self.catalog.withdraw(names[start : start + LOT], "invalidated")
             parts, records = parts + lot[0], records + lot[1]
         if records:
+            deleting = self.depot.flow.spawn(self.moves.sweeper.sweep_for(names))
             with contextlib.suppress(TimeoutError):
-                records = self._awaited(self.moves.sweeper.sweep_for(names), timeout)
+                records = _result(deleting, timeout)
         return Removed(parts, records)
 
     def purge(self, digest: bytes, timeout: float, progress: Callable[[int], None]) -> Removed:
         """See Desk."""
-        return self._awaited(self.moves.sweeper.purge(digest, progress), timeout)
+        work = self.depot.flow.spawn(self.moves.sweeper.purge(digest, progress))
+        return _result(work, timeout)
 
     def clear(self, tier: str, timeout: float) -> None:
         """See Desk."""
         number = self.depot.numbers[tier]
-        self._awaited(self.moves.clear(number), timeout)
-
-    def _awaited(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
-        """Wait for what runs on the flow loop. Raises MisuseError when that is closed meanwhile."""
-        try:
-            return self.depot.flow.spawn(work).result(timeout)
-        except CancelledError:
-            raise MisuseError("this cache is closed") from None
+        _result(self.depot.flow.spawn(self.moves.clear(number)), timeout)
 
     def flush(self, timeout: float) -> bool:
         """See Desk."""
@@ -249,6 +244,14 @@ class LocalDesk:
     def leave(self) -> None:
         """See Desk."""
         self.depot.leave()
+
+
+def _result(work: Future[T], timeout: float) -> T:
+    """Wait for what runs on the flow loop. Raises MisuseError when that is closed meanwhile."""
+    try:
+        return work.result(timeout)
+    except CancelledError:
+        raise MisuseError("this cache is closed") from None
 
 
 async def _nothing() -> int:

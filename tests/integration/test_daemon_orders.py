@@ -131,7 +131,6 @@ def test_who_waits_for_a_cache_of_this_process_while_it_closes_is_told(monkeypat
         for call in (
             lambda: toy.cache.clear("dram"),
             lambda: toy.cache.purge(timeout=1),
-            lambda: toy.cache._desk._awaited(nothing(), 1),
         ):
             with pytest.raises(MisuseError, match="this cache is closed"):
                 call()

@@ -16,6 +16,7 @@ class Disk:
 
     capabilities = Capabilities()
     packs = False
+    name = "disk"
 
     def __init__(self) -> None:
         self.store = self
