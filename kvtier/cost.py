@@ -28,6 +28,9 @@ _NEWS: Final = 0.5
 _FASTER: Final = 0.25
 """Of what was expected, the least that a step counts as: one wrong time outweighs no others."""
 
+_LATER: Final = 2.0
+"""How many times what was expected a read is taken to need that brought nothing in its time."""
+
 LEAST_SPAN: Final = 16
 """Tokens of the longest span of a step that tells of prefill; shorter ones are decode steps."""
 
@@ -91,6 +94,11 @@ class Line:
             self.latency = -1.0
         if self.latency < 0:
             self.latency, self.per_byte = 0.0, self._xy / self._xx
+
+    def late(self, nbytes: int, seconds: float) -> None:
+        """Believe that `nbytes` take at least `seconds`, whatever was before."""
+        self._forget()
+        self.add(nbytes, seconds)
 
     def seconds(self, nbytes: int) -> float:
         """Return what so many bytes are estimated to take."""
@@ -211,14 +219,15 @@ class Costs:
     def overdue(self, reading: Reading, tier: str, nbytes: int) -> None:
         """Take note that a read ended with its time, and brought nothing of so many bytes.
 
-        The tier takes longer than that.
+        The tier takes longer than that, and longer than was expected: each time twice as long. Or
+        it would never lose where computing takes longer than a read may.
         """
         seconds = self._clock() - reading.began
         nbytes = reading.queued if tier == reading.tier else nbytes
         with self._lock:
             line = self._known(tier)
-            if seconds > line.seconds(nbytes):
-                line.add(nbytes, seconds)
+            if seconds > 0:
+                line.late(nbytes, max(seconds, _LATER * line.seconds(nbytes)))
 
     # ---- what follows
 

@@ -75,11 +75,6 @@ class Place:
         unset: dict[str, str | None] = dict.fromkeys(_FOREIGN)
         return {**unset, **dict.fromkeys(_FILES, os.devnull), **self._server.env()}
 
-    @property
-    def is_own_server(self) -> bool:
-        """Whether the bucket goes with this place."""
-        return self._server is not None
-
     def tiers(self, names: Sequence[str], lmdb: str, dram: int, disk: int) -> list[str]:
         """Return the URLs of tiers. lmdb: the name of the directory; dram, disk: bytes."""
         urls = {

@@ -1,11 +1,15 @@
 """``kvtier status --listen``: a daemon's metrics and health over HTTP, from a process of its own.
 
-So the daemon itself opens no port, and whoever asks too much slows down nobody but this.
+So the daemon itself opens no port. It is asked once a second at most, whoever asks how often.
 """
 
 from __future__ import annotations
 
 import functools
+import socket
+import threading
+import time
+from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
@@ -13,13 +17,14 @@ from typing import Any, Final
 import click
 import msgspec
 
-from kvtier.daemon.status import ask_status
+from kvtier.daemon.status import Status, ask_status
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.metrics import exposition
 
-__all__ = ["listen_at"]
+__all__ = ["Listener", "listen_at"]
 
 _SECONDS: Final = 5.0
+_FRESH_SECONDS: Final = 1.0
 _MOST_PORT: Final = 65535
 _TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
 _JSON: Final = "application/json"
@@ -30,9 +35,8 @@ def listen_at(where: str, path: str) -> int:
     host, _, port = where.rpartition(":")
     if not host or not port.isdecimal() or int(port) > _MOST_PORT:
         raise ConfigError(f"{where!r} is no HOST:PORT, such as 127.0.0.1:9477")
-    host = host.removeprefix("[").removesuffix("]")
     try:
-        server = ThreadingHTTPServer((host, int(port)), functools.partial(_Handler, path))
+        server = Listener(host.removeprefix("[").removesuffix("]"), int(port), path)
     except OSError as error:  # also of a name that cannot be resolved
         raise ConfigError(
             f"cannot listen at {where}: {error.strerror or error}; choose another"
@@ -44,31 +48,57 @@ def listen_at(where: str, path: str) -> int:
     return 0
 
 
+class Listener(ThreadingHTTPServer):
+    """Listens at `host` and `port` for the daemon whose socket is at `path`. Raises OSError."""
+
+    def __init__(self, host: str, port: int, path: str) -> None:
+        self._asking = threading.Lock()
+        self._last: tuple[float, Status] | None = None
+        self._path = path
+        self.address_family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        super().__init__((host, port), functools.partial(_Handler, self.status))
+
+    def status(self) -> Status:
+        """Return what the daemon said within the last second. Raises KvtierError, OSError."""
+        with self._asking:
+            if self._last is None or time.monotonic() - self._last[0] > _FRESH_SECONDS:
+                self._last = time.monotonic(), ask_status(self._path, _SECONDS)
+            return self._last[1]
+
+
 class _Handler(BaseHTTPRequestHandler):
-    """One request. path: of the daemon's socket."""
+    """One request. status: says how the daemon is."""
 
     timeout = _SECONDS  # or who connects and says nothing keeps a thread
 
-    def __init__(self, path: str, *args: Any) -> None:
-        self._socket = path
+    def __init__(self, status: Callable[[], Status], *args: Any) -> None:
+        self._status = status
         super().__init__(*args)
 
     def do_GET(self) -> None:
-        """Answer /metrics and /health; 503 where no daemon does, or, of health, a tier ails."""
-        if self.path not in ("/metrics", "/health"):
-            self._answer(HTTPStatus.NOT_FOUND, _TEXT, "there are /metrics and /health\n")
+        """Answer /metrics, /health and /alive; 503 where no daemon does.
+
+        /health is 503 also where a tier is not served.
+        """
+        path = self.path.partition("?")[0]
+        if path not in ("/metrics", "/health", "/alive"):
+            self._answer(HTTPStatus.NOT_FOUND, _TEXT, "there are /metrics, /health and /alive\n")
             return
         try:
-            found = ask_status(self._socket, _SECONDS)
+            found = self._status()
         except (KvtierError, OSError) as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, _TEXT, f"{error}\n")
             return
-        if self.path == "/metrics":
+        if path == "/metrics":
             self._answer(HTTPStatus.OK, _TEXT, "\n".join((*exposition(found.figures), "")))
             return
-        state = HTTPStatus.SERVICE_UNAVAILABLE if found.troubles else HTTPStatus.OK
+        ails = path == "/health" and found.troubles
         said = {"generation": found.generation, "troubles": found.troubles}
-        self._answer(state, _JSON, msgspec.json.encode(said).decode() + "\n")
+        self._answer(
+            HTTPStatus.SERVICE_UNAVAILABLE if ails else HTTPStatus.OK,
+            _JSON,
+            msgspec.json.encode(said).decode() + "\n",
+        )
 
     def _answer(self, state: HTTPStatus, kind: str, text: str) -> None:
         body = text.encode()

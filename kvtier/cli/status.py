@@ -24,11 +24,20 @@ _WIDTH: Final = 80
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with all metrics.")
 @click.option("--prometheus", is_flag=True, help="Print all metrics in Prometheus' text format.")
 @click.option(
+    "--alive", is_flag=True, help="End with 0 also where a tier is not served, as a liveness check."
+)
+@click.option(
     "--listen",
     metavar="HOST:PORT",
-    help="Go on until SIGINT, and answer GET /metrics and GET /health over HTTP.",
+    help="Go on until SIGINT, and answer GET /metrics, /health and /alive over HTTP.",
 )
-def status(socket: str | None, as_json: bool, prometheus: bool, listen: str | None) -> int:  # noqa: FBT001
+def status(
+    socket: str | None,
+    as_json: bool,  # noqa: FBT001
+    prometheus: bool,  # noqa: FBT001
+    alive: bool,  # noqa: FBT001
+    listen: str | None,
+) -> int:
     """Say what the daemon at SOCKET holds, tier by tier, and what ails it.
 
     SOCKET is by default that of `kvtier serve`. The exit status is 0 when all tiers are served, 1
@@ -55,7 +64,7 @@ def status(socket: str | None, as_json: bool, prometheus: bool, listen: str | No
         click.echo("\n".join(exposition(found.figures)))
     else:
         _show(path, found)
-    return _DEGRADED if found.troubles else 0
+    return _DEGRADED if found.troubles and not alive else 0
 
 
 def _show(path: str, found: Status) -> None:
@@ -83,10 +92,10 @@ def _lines(path: str, found: Status) -> list[str]:
     figures = found.figures
     asked = figures.get("kvtier_match_tokens_total", 0)
     hits = sum(figures.get(_series("hit_tokens_total", tier), 0) for tier in found.tiers)
-    clients = int(figures.get("kvtier_sessions", 1)) - 1  # but for this question
-    lines = [f"{path}: server {found.generation} of this daemon, {clients:,} clients"]
+    others = int(figures.get("kvtier_sessions", 1)) - 1
+    lines = [f"{path}: server {found.generation} of this daemon, {others:,} other sessions"]
     if asked:
-        lines.append(f"{hits / asked:.1%} of {asked:,.0f} tokens asked for were loaded")
+        lines.append(f"{hits / asked:.1%} of {asked:,.0f} tokens matched were loaded")
     return lines
 
 

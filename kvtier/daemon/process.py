@@ -84,8 +84,13 @@ def _check(pidfd: int, pid: int) -> None:
     fields = dict(line.partition(":")[::2] for line in lines.splitlines())
     if "Pid" not in fields:
         raise ProtocolError("what came with Hello is no pidfd; pass os.pidfd_open(os.getpid())")
+    if pid <= 0:  # so the system shows all whom it does not show
+        raise ProtocolError(
+            "the process that connected is not to be seen from here, nor its end; run it in the "
+            "daemon's pid namespace, or in one below it"
+        )
     if int(fields["Pid"]) != pid:
         raise ProtocolError(
             f"the pidfd that came with Hello is of process {int(fields['Pid'])}, not of {pid}, "
-            "which connected; pass os.pidfd_open(os.getpid()), and share the daemon's pid namespace"
+            "which connected; pass os.pidfd_open(os.getpid())"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -20,9 +21,8 @@ Tell = Callable[[int, int], None]
 """Called with how many jobs of how many are behind."""
 
 _PIECE: Final = 1 << 16
-_SILENCE: Final = (
-    300.0  # seconds in which no job ends: they wait for something, and compute nothing
-)
+_SILENCE: Final = 300.0
+"""Seconds in which no job ends: they wait for something, and compute nothing."""
 
 
 class Ended(NamedTuple):
@@ -51,28 +51,26 @@ def forked(
     found: list[Ended] = [Ended(None)] * len(jobs)
     waiting, done = deque(enumerate(jobs)), 0
     running: dict[int, tuple[int, int, bytearray]] = {}
-    while waiting or running:
-        while waiting and len(running) < (os.cpu_count() or 1):
-            number, job = waiting.popleft()
-            place, child = _begin(job, seconds)
-            running[place] = (number, child, bytearray())
-        ready = select.select(list(running), [], [], _SILENCE)[0]
-        if not ready:
-            for place, (_, child, _) in running.items():
-                os.close(place)
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            raise RuntimeError(f"forks of this process did nothing for {_SILENCE:g} seconds")
-        for place in ready:
-            number, child, said = running[place]
-            piece = os.read(place, _PIECE)
-            said += piece
-            if not piece:
-                del running[place]
-                os.close(place)
-                found[number] = _ended(os.waitpid(child, 0)[1], bytes(said))
-                done += 1
-                tell(done, len(jobs))
+    with contextlib.ExitStack() as undo:
+        undo.callback(_end, running)
+        while waiting or running:
+            while waiting and len(running) < (os.cpu_count() or 1):
+                number, job = waiting.popleft()
+                place, child = _begin(job, seconds)
+                running[place] = (number, child, bytearray())
+            ready = select.select(list(running), [], [], _SILENCE)[0]
+            if not ready:
+                raise RuntimeError(f"forks of this process did nothing for {_SILENCE:g} seconds")
+            for place in ready:
+                number, child, said = running[place]
+                piece = os.read(place, _PIECE)
+                said += piece
+                if not piece:
+                    del running[place]
+                    os.close(place)
+                    found[number] = _ended(os.waitpid(child, 0)[1], bytes(said))
+                    done += 1
+                    tell(done, len(jobs))
     return found
 
 
@@ -90,8 +88,17 @@ def _begin(job: Job, seconds: int) -> tuple[int, int]:
         said = json.dumps({"result": job()})
     except BaseException:  # noqa: BLE001  (the parent hears of it)
         said = json.dumps({"error": traceback.format_exc()})
-    os.write(there, said.encode()[:_PIECE])
+    with os.fdopen(there, "wb") as out:
+        out.write(said.encode())
     os._exit(0)
+
+
+def _end(running: dict[int, tuple[int, int, bytearray]]) -> None:
+    """End what still runs: only where the parent gives up."""
+    for place, (_, child, _) in running.items():
+        os.close(place)
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def _ended(status: int, said: bytes) -> Ended:

@@ -209,11 +209,6 @@ class Client:
         """Say, as a worker, that this process executes a plan no more."""
         self.told(messages.Ended(plan))
 
-    def slots_of(self, text: str, chunks: int) -> list[Slot]:
-        """Return the slots of a prompt that is in DRAM."""
-        self.told(messages.Release(self.lease(text, chunks)))
-        return self.slots
-
 
 def prompt(text: str, chunks: int, **changes: Any) -> Prompt:
     """Return a prompt of so many chunks and one token more, by made-up keys."""

@@ -7,8 +7,6 @@ import json
 import threading
 import urllib.error
 import urllib.request
-from functools import partial
-from http.server import ThreadingHTTPServer
 
 import pytest
 
@@ -44,8 +42,8 @@ def test_a_person_a_script_and_prometheus_are_told_the_same(tmp_path, capsys):
         used(daemon.path)
         path = str(daemon.path)
         shown = said(capsys, path)
-        assert "0 clients" in shown
-        assert f"of {4 * CHUNK + 1} tokens asked for were loaded" in shown
+        assert "0 other sessions" in shown
+        assert f"of {4 * CHUNK + 1} tokens matched were loaded" in shown
         assert {"dram", "memory"} <= {
             line.split()[0] for line in shown.splitlines() if line.strip()
         }
@@ -66,18 +64,20 @@ def test_a_tier_that_is_not_served_is_said_and_the_exit_status_is_1(tmp_path, ca
         monkeypatch.setattr(module, "ask_status", lambda *_: ails)
     path = str(tmp_path / "s")
     assert "s3 is not served: EIO: it is [gone]" in said(capsys, path, status=1)
+    said(capsys, path, "--alive")
     with listening(path) as url:
         assert answered(f"{url}/health") == (503, "application/json")
         assert answered(f"{url}/metrics")[0] == 200
+        assert answered(f"{url}/alive?from=here")[0] == 200
 
 
 @contextlib.contextmanager
-def listening(path):
+def listening(path, host="127.0.0.1"):
     """Serve over HTTP, on a thread."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(listen._Handler, str(path))) as server:
+    with listen.Listener(host, 0, str(path)) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
+        yield f"http://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}"
         server.shutdown()
         thread.join(WITHIN)
 
@@ -92,15 +92,27 @@ def answered(url: str) -> tuple[int, str]:
             return error.code, error.headers["Content-Type"].partition(";")[0]
 
 
-def test_prometheus_asks_over_http_and_a_daemon_that_is_gone_is_503(tmp_path):
+def test_prometheus_asks_over_http_and_a_daemon_that_is_gone_is_503(tmp_path, monkeypatch):
     path = tmp_path / "s"
-    with listening(path) as url:
+    with listening(path, "::1") as url:
         with running(dram(8), path=path):
             assert answered(f"{url}/metrics") == (200, "text/plain")
             assert answered(f"{url}/health") == (200, "application/json")
             assert answered(f"{url}/other")[0] == 404
-        assert answered(f"{url}/metrics")[0] == 503
-        assert answered(f"{url}/health")[0] == 503
+        monkeypatch.setattr(listen, "_FRESH_SECONDS", -1.0)
+        for each in ("metrics", "health", "alive"):
+            assert answered(f"{url}/{each}")[0] == 503
+
+
+def test_whoever_asks_how_often_the_daemon_is_asked_once_a_second(tmp_path, monkeypatch):
+    asked = []
+    ails = Status(1, 8 << 20, ("dram",), {}, {})
+    monkeypatch.setattr(listen, "ask_status", lambda *_: (asked.append(1), ails)[1])
+    monkeypatch.setattr(listen, "_FRESH_SECONDS", WITHIN)
+    with listening(tmp_path / "s") as url:
+        for _ in range(5):
+            assert answered(f"{url}/metrics")[0] == 200
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

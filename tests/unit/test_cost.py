@@ -322,3 +322,25 @@ def test_a_read_that_outlasts_its_time_tells_that_its_tier_is_slow(costs, clock)
     assert advise(costs, ["s3"] * 8).choice == "recompute"
     costs.overdue(costs.begin("s3", CHUNK[1], 0.0), "s3", CHUNK[1])  # longer than nothing: no news
     assert advise(costs, ["s3"] * 8).choice == "recompute"
+
+
+def waited_in_vain(costs, clock, most: int) -> int:
+    """Return how many requests wait for a tier that brings nothing in their five seconds."""
+    taught(costs, clock, per_token=1.0, s3=0.001)
+    for number in range(most):
+        if advise(costs, ["s3"] * 8).choice == "recompute":
+            return number
+        reading = costs.begin("s3", 8 * CHUNK[1], 0.0)
+        clock.now += 5.0
+        costs.end(reading, "s3", 0)
+        costs.overdue(reading, "s3", 8 * CHUNK[1])
+    return most
+
+
+def test_a_tier_loses_also_where_computing_takes_longer_than_a_read_may(costs, clock):
+    assert waited_in_vain(costs, clock, 50) < 12
+
+
+def test_twin_unless_it_is_taken_to_need_longer_each_time(costs, clock, monkeypatch):
+    monkeypatch.setattr("kvtier.cost._LATER", 1.0)
+    assert waited_in_vain(costs, clock, 50) == 50

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+from pathlib import Path
 
 import pytest
 
 from kvtier.daemon import answers, calls, messages, prompts
 from kvtier.daemon.holds import Holds
+from kvtier.daemon.process import Process
 from kvtier.daemon.prompts import Recall
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.geometry import Component, Geometry
@@ -321,3 +324,13 @@ def test_nobody_comes_once_it_ends(daemon, client):
     client.disconnect()
     daemon.sessions.died(client.process)
     assert daemon.depot.arena.closed
+
+
+def test_a_process_that_cannot_be_seen_is_refused(monkeypatch):
+    """Those of another container all have the number 0 here, and would be taken for one."""
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: "pos:\t0\nPid:\t0\n")
+    pidfd = os.pidfd_open(os.getpid())
+    with pytest.raises(ProtocolError, match="in the daemon's pid namespace"):
+        Process.of(pidfd, 0)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(pidfd)

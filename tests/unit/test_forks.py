@@ -47,3 +47,8 @@ def test_a_planner_that_does_not_hold_in_a_fork_is_no_proof_that_its_changes_sho
     monkeypatch.setattr(device, "planner_holds", lambda: False)
     with pytest.raises(AssertionError, match="does not plan"):
         device._planners_alive(60, lambda _done, _count: None)
+
+
+def test_a_long_result_comes_whole():
+    (found,) = forked([lambda: "x" * 300_000])
+    assert len(found.value) == 300_000
