@@ -32,6 +32,7 @@ from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
 from kvtier.tiers.store import Status, Write
 from kvtier.tiers.tier import Tier, Written
+from kvtier.tiers.unopened import UnopenedStore
 
 __all__ = ["BATCH_BYTES", "Spiller"]
 
@@ -261,6 +262,9 @@ class Spiller:
 
     async def _write(self, jobs: list[_Job]) -> None:
         """Write jobs, making room as the tier asks for it; what still fails is dropped."""
+        if isinstance(self._tier.store, UnopenedStore):  # a stray would be a sound record there
+            self._count(len(jobs), "failed")
+            return
         extra = 0
         for _ in range(_FULL_TRIES):
             jobs = self._paid(self._fit(jobs))  # before room is made, which would cost others

@@ -15,6 +15,7 @@ import pytest
 
 import kvtier
 from kvtier import late, opening
+from kvtier.catalog import spill
 from kvtier.catalog.catalog import Parts
 from kvtier.clock import monotonic
 from kvtier.config import Config, TierConfig, load_store, store_types
@@ -222,13 +223,7 @@ def back(path: Path) -> None:
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_directory_that_was_there_is_indexed_when_it_is_back(directory, monkeypatch, listed):
     """What was withdrawn meanwhile stays so; the twin, in which nobody keeps that, has it again."""
-    depots = []
-
-    def again(config, clock, flow, arena=None):
-        depots.append(Depot(config, None, None, clock, flow, arena, again=True))
-        return depots[0]
-
-    monkeypatch.setattr(Depot, "open", again)
+    depots = reopened(monkeypatch)
     daemon = SmallDaemon(16, f"lmdb:{directory}?capacity=4MiB")
     try:
         assert depots[0].troubles()["lmdb"].startswith(f"open: {directory}: EEXIST")
@@ -246,6 +241,43 @@ def test_a_directory_that_was_there_is_indexed_when_it_is_back(directory, monkey
         soon(lambda: len(depots[0].moves.strays[1]) == 0)
     finally:
         daemon.close()
+
+
+@pytest.mark.parametrize("guarded", [True, False])
+def test_what_is_saved_again_meanwhile_is_kept_where_it_was(directory, monkeypatch, guarded):
+    """The twin, in which it is spilled to what is not open, has the sound records deleted."""
+    depots = reopened(monkeypatch)
+    if not guarded:
+        monkeypatch.setattr(spill, "UnopenedStore", type(None))
+    daemon = SmallDaemon(16, f"lmdb:{directory}?capacity=4MiB")
+    try:
+        client = daemon.client(1)
+        client.join()
+        plan, _ = client.reserve("a", 3)
+        client.settle(plan)
+        (depot,) = depots
+        assert depot.flush(20)
+        assert depot.metrics.get("dropped_spills", tier="lmdb", reason="failed") == 3
+        assert len(depot.moves.strays[1]) == (0 if guarded else 3)
+        back(directory)
+        soon(lambda: depot.troubles() == {})
+        assert depot.flush(20)
+        assert len(depot.catalog._shelves[1].order) == (6 if guarded else 3)
+        assert len(list(depot.tiers[1].store.scan())) == (6 if guarded else 3)
+    finally:
+        daemon.close()
+
+
+def reopened(monkeypatch) -> list[Depot]:
+    """Let Depots be opened as those of a daemon that starts again; return what is opened."""
+    depots: list[Depot] = []
+
+    def again(config, clock, flow, arena=None):
+        depots.append(Depot(config, None, None, clock, flow, arena, again=True))
+        return depots[-1]
+
+    monkeypatch.setattr(Depot, "open", again)
+    return depots
 
 
 def names(text, count):
