@@ -86,8 +86,9 @@ class Recorder:
 
     When the file is full it is called ``path.1``, that ``path.2``, and so on up to four; so is one
     that is there, unless it is of the same salt. flow: where it waits; None: on a thread of its
-    own. epoch: seconds from 1970 to the zero of the clock.
-    Raises ConfigError when the file cannot be written.
+    own. epoch: seconds from 1970 to the zero of the clock. again: one before this one could write
+    the file, so that a disk's fault is told, and requests are counted as unrecorded meanwhile.
+    Raises ConfigError when the file cannot be written, unless it is made again.
     """
 
     def __init__(
@@ -97,6 +98,8 @@ class Recorder:
         metrics: Metrics,
         clock: Clock,
         epoch: float,
+        *,
+        again: bool = False,
     ) -> None:
         from aiofiles import open as open_file  # an engine that records nothing does without
 
@@ -115,7 +118,12 @@ class Recorder:
         self._weight = 0  # of what waits
         self._closed = False
         self._seen: OrderedDict[tuple[bytes, int], float] = OrderedDict()
-        _check_file(self._path)
+        try:
+            _check_file(self._path)
+        except ConfigError as error:  # each write opens it anew
+            if not again:
+                raise
+            self._report.warn("record", f"requests are not recorded: {error}")
         self._ours = False  # whether the file is of this recording
         self._writing = asyncio.Lock()
         self._pool = IoPool("record", 1)

@@ -74,7 +74,7 @@ def main() -> int:
                 monotonic,
                 share=wanted.share,
                 turns=turns,
-                recorder=_recorder(wanted, depot),
+                recorder=_recorder(wanted, depot, again=again),
             )
             server = Server(door, sessions, sessions.welcome, arena, wanted.uid, monotonic)
         except (KvtierError, OSError, MemoryError) as error:
@@ -107,10 +107,12 @@ def _depot(settings: Settings, arena: int, *, again: bool) -> Depot:
     return Depot.open(settings.config(), monotonic, ThreadFlow(), memory, again=again)
 
 
-def _recorder(settings: Settings, depot: Depot) -> Recorder | None:
+def _recorder(settings: Settings, depot: Depot, *, again: bool) -> Recorder | None:
+    """Begin, or go on with, the recording. again: a server before this one could write it."""
     if settings.record is None:
         return None
-    return Recorder(settings.record, depot.flow, depot.metrics, monotonic, epoch())
+    made = settings.record, depot.flow, depot.metrics, monotonic, epoch()
+    return Recorder(*made, again=again)
 
 
 def _tell(link: socket.socket, troubles: Mapping[str, str]) -> bool:

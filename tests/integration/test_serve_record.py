@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -83,6 +84,26 @@ def test_a_server_that_starts_again_goes_on_with_the_recording(tmp_path):
     assert [tokens for _, tokens in found.requests()] == [CHUNK, 2 * CHUNK]
     assert list(found.blocks(1))[:1] == list(found.blocks(0))
     assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_a_folder_that_is_gone_when_a_server_starts_again_costs_lines_alone(tmp_path):
+    """Guard: tests/unit/test_recorder.py, the recorder that is made again."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    path = folder / "r.jsonl"
+    with running("dram:8MiB", "--record", str(path)) as daemon:
+        path.unlink()
+        folder.rmdir()
+        os.kill(daemon.server_pid(), signal.SIGKILL)
+        asked(daemon, prompt(CHUNK, 1))
+        with kvtier.open(daemon.url, namespace=NAMESPACE) as cache:
+            lost = functools.partial(cache.metrics.get, "unrecorded_requests", reason="failed")
+            soon(lambda: lost() == 1, 20.0)
+        assert f"cannot record into {path} (No such file" in daemon.log.read_text()
+        folder.mkdir()
+        asked(daemon, prompt(2 * CHUNK, 1))
+        recorded(daemon, 1)
+    assert [tokens for _, tokens in read_trace(path, None).requests()] == [2 * CHUNK]
 
 
 def refused(capsys, *args) -> str:

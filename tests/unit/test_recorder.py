@@ -364,6 +364,20 @@ def test_what_cannot_be_written_is_told_at_once(path, clock):
         Recorder(Recording(path), None, Metrics(), clock, 0.0)
 
 
+def test_who_recorded_before_is_told_and_goes_on(tmp_path, clock, caplog):
+    """Its twin is above: who never did cannot begin."""
+    path, metrics = tmp_path / "gone" / "r.jsonl", Metrics()
+    one = Recorder(Recording(str(path)), None, metrics, clock, 0.0, again=True)
+    assert f"cannot record into {path}" in caplog.text
+    one.note(asked(1))
+    written(one, 1)
+    path.parent.mkdir()
+    one.note(asked(2))
+    one.close()
+    assert metrics.get("unrecorded_requests", reason="failed") == 1
+    assert len(lines(path)) == 1
+
+
 def test_a_pipe_is_told_at_once(tmp_path, record):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(ConfigError, match="name another"):
