@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -146,7 +146,8 @@ def listed(
         return None
     try:
         stock = store.stock() if isinstance(store, StockedStore) else stock_of(store.scan())
-        return _parts(catalog, tier, stock, sizes)
+        footprint = functools.partial(tier.footprint, store=store)
+        return _parts(catalog, footprint, stock, sizes)
     except Exception as error:
         raise ConfigError(
             f"the records of tier {tier.name!r} cannot be listed "
@@ -155,7 +156,10 @@ def listed(
 
 
 def _parts(
-    catalog: Catalog, tier: Tier, stock: Stock, sizes: Mapping[tuple[bytes, PartName], int]
+    catalog: Catalog,
+    footprint: Callable[..., int],
+    stock: Stock,
+    sizes: Mapping[tuple[bytes, PartName], int],
 ) -> Parts:
     """Return what a tier has as the catalog takes it. Of few kinds there are many records."""
     owners = np.array([catalog.owner(namespace) for namespace, _ in stock.kinds], np.uint16)
@@ -164,7 +168,7 @@ def _parts(
     encoded = stock.stored_bytes < stock.raw_bytes  # or a codec would not have been used
     lengths, which = np.unique(stock.stored_bytes * 2 + encoded, return_inverse=True)
     footprints = np.array(
-        [tier.footprint(length >> 1, encoded=bool(length & 1)) for length in lengths.tolist()],
+        [footprint(length >> 1, encoded=bool(length & 1)) for length in lengths.tolist()],
         np.int64,
     )
     return Parts(

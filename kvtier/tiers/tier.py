@@ -86,7 +86,6 @@ class Tier:
         self.store = store
         self._mending = Mending(store)
         self._packer = packer_for(store, self._mending, self.coding)
-        self._sized = store if isinstance(store, EncodedStore) else None
         self._heeds = store.capabilities.deadlines
         self._verbs = self._packer or store
         self._pool.threads = store.THREADS
@@ -98,7 +97,7 @@ class Tier:
             self.fails_to_open(store.why)
 
     async def io(self, call: Callable[..., T], *args: object) -> T:
-        """Run what is no call of the Store on a thread of its own, whatever the breaker says."""
+        """Run what is no call of the Store on the tier's pool, whatever the breaker says."""
         return await self._flow.io(self._pool, call, *args)
 
     def fails_to_open(self, why: str) -> None:
@@ -130,13 +129,14 @@ class Tier:
             return _HANGS
         return self._ailments.trouble(IN_A_ROW if self._breaker.closed else 1)
 
-    def footprint(self, nbytes: int, *, encoded: bool = False) -> int:
+    def footprint(self, nbytes: int, *, encoded: bool = False, store: Store | None = None) -> int:
         """Return the bytes of the budget that a part takes; its payload if the Store fails.
 
         Where parts are packed, it is a part's share of the shortest pack, in which it is largest.
-        encoded: its payload is what a codec left.
+        encoded: its payload is what a codec left. store: which is to be taken, and packs nothing.
         """
-        of = self._sized.encoded_footprint if encoded and self._sized else self.store.footprint
+        at = store or self.store
+        of = at.encoded_footprint if encoded and isinstance(at, EncodedStore) else at.footprint
         try:
             found = operator.index(of(nbytes))
             if self.longest_order(nbytes):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import shutil
 import threading
@@ -10,25 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-import numpy as np
 import pytest
 
 import kvtier
 from kvtier import late, opening
 from kvtier.catalog import spill
-from kvtier.catalog.catalog import Parts
 from kvtier.clock import monotonic
 from kvtier.config import Config, TierConfig, load_store, store_types
 from kvtier.depot import Depot
 from kvtier.errors import ConfigError, Unavailable, Unreachable
-from kvtier.identity.record import RECORD_ID_BYTES, Part, record_id
+from kvtier.identity.record import Part, record_id
 from kvtier.seams import ThreadFlow
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.storage_backends.s3_errors import unreached as s3_unreached
 from kvtier.storage_backends.valkey_link import RefusedError
 from kvtier.storage_backends.valkey_service import unreached as valkey_unreached
 from kvtier.testing.daemonloop import soon
-from kvtier.testing.small_catalog import LMDB, SmallCatalog, chain
 from kvtier.testing.small_daemon import SmallDaemon
 from kvtier.testing.small_daemon import prompt as keys_of
 from kvtier.testing.toy import CHUNK, NAMESPACE, Toy, prompt
@@ -289,32 +285,6 @@ def names(text, count):
 def test_the_first_time_it_is_an_error(directory):
     with pytest.raises(ConfigError, match="EEXIST"):
         Depot.open(lmdb(directory), monotonic, ThreadFlow())
-
-
-@pytest.mark.parametrize("noted", [True, False])
-def test_what_is_withdrawn_just_then_is_not_indexed(monkeypatch, noted):
-    """The twin, in which nobody notes it meanwhile, has it again."""
-    small, parts = SmallCatalog(4), chain(2)
-    catalog = small.catalog
-
-    class Sly:
-        def __contains__(self, name):
-            catalog.withdraw([name], "invalidated")
-            return False
-
-    if not noted:
-        monkeypatch.setattr(catalog, "watch", dict)
-    columns = Parts(
-        [part.name for part in parts],
-        b"".join(part.parent or bytes(RECORD_ID_BYTES) for part in parts),
-        np.array([part.depth for part in parts], np.int32),
-        np.array([part.nbytes for part in parts], np.int64),
-        np.array([part.owner for part in parts], np.uint16),
-        np.array([part.nbytes for part in parts], np.int64),
-    )
-    asyncio.run(late._take_in(columns, LMDB, catalog, Sly()))
-    assert small.found(parts) == ([] if noted else [LMDB] * 2)
-    small.close()
 
 
 @pytest.mark.parametrize("scheme", ["lmdb", "files", "s3", "valkey", "mooncake"])
