@@ -186,13 +186,13 @@ class Recorder:
     async def _write(self) -> None:
         """Write until nothing waits. A disk's fault costs what was to be written, and a line."""
         async with self._writing:
-            data, count = bytearray(), 0
             while some := self._taken():
-                count += len(some)
+                data, count = bytearray(), 0
                 try:
-                    data += await self._flow.io(self._pool, self._encoded, some)
-                    if self._waiting and len(data) < _WRITE_BYTES:
-                        continue
+                    while some:
+                        count += len(some)
+                        data += await self._flow.io(self._pool, self._encoded, some)
+                        some = self._taken() if len(data) < _WRITE_BYTES else []
                     await self._append(data)
                 except Exception as error:  # noqa: BLE001  (no memory, no thread: the next may have)
                     self._metrics.add("unrecorded_requests", count, reason="failed")
@@ -202,7 +202,6 @@ class Recorder:
                     raise
                 else:
                     self._metrics.add("recorded_requests", count)
-                data, count = bytearray(), 0
 
     def _taken(self, *, whole: bool = False) -> list[_Noted]:
         """Take a piece of what waits, or all of it."""

@@ -321,6 +321,31 @@ def test_what_does_not_fit_the_queue_is_dropped_and_counted(tmp_path, monkeypatc
     assert not (tmp_path / "r").read_bytes()
 
 
+def test_what_is_encoded_is_written_though_the_rest_is_taken_just_then(
+    tmp_path, recorder, monkeypatch
+):
+    """As by a close that has waited long enough, from another thread."""
+    monkeypatch.setattr("kvtier.recorder._PIECE", 1)
+    takes, taken = recorder._taken, []
+
+    def raced(*, whole: bool = False):
+        some = takes(whole=whole or len(taken) == 1)
+        taken.append(some)
+        return [] if len(taken) == 2 else some
+
+    async def written_at_once() -> None:
+        """Do all on the loop, so that nothing else writes in between."""
+        recorder.note(asked(1))
+        recorder.note(asked(2))
+        recorder._taken = raced
+        await recorder._write()
+
+    recorder._flow.spawn(written_at_once()).result(20)
+    assert list(map(len, taken[:2])) == [1, 1]
+    assert recorder._metrics.get("recorded_requests") == 1
+    assert len(lines(tmp_path / "r.jsonl")) == 1
+
+
 def test_the_engine_s_thread_opens_no_file_and_wakes_nobody(recorder, monkeypatch):
     """It appends; a quarter of a second later the flow looks."""
     for name in ("spawn", "io"):
