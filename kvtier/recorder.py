@@ -124,7 +124,7 @@ class Recorder:
             if not again:
                 raise
             self._report.warn("record", f"requests are not recorded: {error}")
-        self._ours = False  # whether the file is of this recording
+        self._fit = False  # whether the file is of this recording, whole, and has room
         self._writing = asyncio.Lock()
         self._pool = IoPool("record", 1)
         self._own = ThreadFlow("kvtier-record")
@@ -215,10 +215,9 @@ class Recorder:
         return some
 
     async def _append(self, data: bytearray) -> None:
-        """Append to the file, all or nothing; then see whether it is full."""
-        if not self._ours:
+        """Append to the file, all or nothing; to the next one where it is full."""
+        if not self._fit:
             await self._flow.io(self._pool, self._begin)
-            self._ours = True
         async with self._open_file(
             self._path, "ab", buffering=0, opener=_private, executor=self._pool
         ) as file:
@@ -228,12 +227,11 @@ class Recorder:
                 while left:
                     left = left[await file.write(left) :]
             except OSError:
-                self._ours = False  # or what follows would stand behind half a line
+                self._fit = False  # or what follows would stand behind half a line
                 with contextlib.suppress(OSError):
                     await file.truncate(end)
                 raise
-        if end + len(data) >= self._most_bytes:
-            await self._flow.io(self._pool, self._shift)
+        self._fit = end + len(data) < self._most_bytes
 
     # ---- on the recorder's thread
 
@@ -255,22 +253,27 @@ class Recorder:
         return hashlib.blake2b(key, digest_size=_HASH_BYTES, key=self._salt).hexdigest()
 
     def _begin(self) -> None:
-        """Go on with a whole file of this recording; begin anew beside any other."""
-        if not self._path.exists() or not self._path.stat().st_size:
+        """Go on with a file of this recording that is whole and has room; else begin anew."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if not size:
             return
         with self._path.open("rb") as file:
             known = f'"recording":"{self._id}"'.encode() in file.read(_LEAST_BYTES).split(b"\n")[0]
             file.seek(-1, os.SEEK_END)
             whole = file.read(1) == b"\n"
-        if not (known and whole):
+        if not (known and whole and size < self._most_bytes):
             self._shift()
 
     def _shift(self) -> None:
-        """Number the file, and those that are numbered higher; the oldest goes."""
-        for number in range(_KEPT - 1, 0, -1):
-            older = self._numbered(number)
-            if older.exists():
-                older.replace(self._numbered(number + 1))
+        """Number the file, and those that are in its way; the oldest goes.
+
+        Where it fails halfway, the next try begins at the gap, and costs no further file.
+        """
+        free = 1
+        while free < _KEPT and self._numbered(free).exists():
+            free += 1
+        for number in range(free, 1, -1):
+            self._numbered(number - 1).replace(self._numbered(number))
         self._path.replace(self._numbered(1))
 
     def _numbered(self, number: int) -> Path:

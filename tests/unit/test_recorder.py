@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -242,6 +243,56 @@ def test_full_files_are_numbered_and_the_oldest_go(tmp_path, recorder, clock):
     found = read_trace(tmp_path / "r.jsonl", None)
     count = sum(len(lines(path)) for path in tmp_path.iterdir())
     assert (len(found), found.block_tokens) == (count, CHUNK)
+
+
+def filled(recorder, clock, batches: range) -> None:
+    """Record a hundred requests a batch: a file takes not quite four of them."""
+    for batch in batches:
+        for number in range(batch * 100, batch * 100 + 100):
+            clock.now += 0.001
+            recorder.note(asked(number, 2))
+        recorder._flow.spawn(recorder._write()).result(20)
+
+
+@pytest.fixture
+def immovable(tmp_path, monkeypatch):
+    """A full file that cannot be renamed, though those with numbers can."""
+    replaces = Path.replace
+
+    def refuse(path, to):
+        if path.name == "r.jsonl":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return replaces(path, to)
+
+    monkeypatch.setattr(Path, "replace", refuse)
+    return lambda: monkeypatch.setattr(Path, "replace", replaces)
+
+
+def test_a_full_file_that_cannot_be_numbered_grows_no_more(tmp_path, recorder, clock, immovable):
+    """What it has is recorded, what it has no room for is not; and no older file goes for that."""
+    for number in range(1, 5):
+        (tmp_path / f"r.jsonl.{number}").write_text(f"{number}")
+    filled(recorder, clock, range(12))
+    path, count = tmp_path / "r.jsonl", recorder._metrics.get
+    there = len(lines(path))
+    assert path.stat().st_size < (1 << 16) + (1 << 15)
+    assert count("recorded_requests") == there < 1200
+    assert count("unrecorded_requests", reason="failed") == 1200 - there
+    kept = sorted(one.name for one in tmp_path.iterdir())
+    assert kept == ["r.jsonl", "r.jsonl.2", "r.jsonl.3", "r.jsonl.4"]
+    assert [(tmp_path / name).read_text() for name in kept[1:]] == ["1", "2", "3"]
+    immovable()
+    filled(recorder, clock, range(12, 13))
+    assert (len(lines(path)), len(lines(tmp_path / "r.jsonl.1"))) == (100, there)
+    assert (tmp_path / "r.jsonl.4").read_text() == "3"
+
+
+def test_a_file_of_which_nobody_looks_at_the_size_grows(
+    tmp_path, recorder, clock, immovable, monkeypatch
+):
+    monkeypatch.setattr(Recorder, "_begin", lambda _: None)
+    filled(recorder, clock, range(12))
+    assert (tmp_path / "r.jsonl").stat().st_size > (1 << 17)
 
 
 def test_a_disk_that_fails_costs_lines_and_no_request(tmp_path, record, caplog):
