@@ -66,9 +66,9 @@ class Ledger(Space):
         return self._slabs.fits(stride)
 
     def find(self, names: Sequence[RecordId]) -> list[Entry | None]:
-        """Return the entries in force."""
+        """Return the entries in force whose records are still there."""
         with self._lock:
-            return self._find(names)
+            return self._still_there(self._find(names))
 
     def pin(self, names: Sequence[RecordId]) -> list[tuple[Segment, Entry] | None]:
         """Find records and keep their slots from being reused until they are unpinned."""
@@ -113,12 +113,13 @@ class Ledger(Space):
     ) -> tuple[Known, dict[int, Batch | None]]:
         """Say what is known of records that are to be written; names: each once.
 
-        Also which of them, by place, are in force just so, and the batch that will commit each.
+        Also which of them, by place, are there just so, and the batch that will commit each.
         """
         with self._lock:
             known = Known(names, self._index.find(names), self._commits)
             there: dict[int, Batch | None] = {}
-            for at, entry in enumerate(self._in_force(names, known.indexed)):
+            entries = self._still_there(self._in_force(names, known.indexed))
+            for at, entry in enumerate(entries):
                 if entry is not None and entry.head == heads[at]:
                     there[at] = self._batch_of(names[at])
             return known, there
@@ -143,6 +144,11 @@ class Ledger(Space):
             pending[name] if name in pending else in_commit.get(name, entry)
             for name, entry in zip(names, indexed, strict=True)
         ]
+
+    def _still_there(self, entries: Sequence[Entry | None]) -> list[Entry | None]:
+        """Return None in place of those whose segment went for a new index that is yet to come."""
+        segments = self._slabs.segments
+        return [one if one is not None and one.segment in segments else None for one in entries]
 
     # ------------------------------------------------------------------------------------ changes
 

@@ -197,6 +197,45 @@ def test_twin_without_a_look_at_its_readers_it_does(
     assert not still_there_with_readers(opened)
 
 
+def said_before_the_new_one(opened: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+    """Return how many of all records are there once some have gone, before the new index is.
+
+    As `contains_many` has it, as `scan` has it, as a writer is told, and as they can be read.
+    """
+    churn = Churn(opened(CAPACITY, durability="each")).fill()
+    store, said = churn.store, []
+    made = slab_space.renewed
+
+    def renewed(*arguments: Any, **options: Any) -> Any:
+        names = [record.header.id for record in churn.there]
+        _, there = store._ledger.look(names, [record.header.pack() for record in churn.there])
+        contained = store.contains_many(names)
+        read = [is_exact(*fetch(store, name, 10)) for name in names]
+        scanned = len({header.id for header in store.scan()} & set(names))
+        if not all(read):
+            said.append((contained.count(OK), scanned, len(there), read.count(True)))
+        return made(*arguments, **options)
+
+    patched(monkeypatch, "renewed", renewed)
+    while not said:
+        churn.go(1)
+    return said[0]
+
+
+def test_what_has_gone_is_not_there_before_the_new_index_is(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = said_before_the_new_one(opened, monkeypatch)
+    assert said[0] > 0
+    assert len(set(said)) == 1
+
+
+def test_twin_by_the_old_one_alone_it_is(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ledger, "_still_there", lambda _, entries: entries)
+    *said, read = said_before_the_new_one(opened, monkeypatch)
+    assert min(said) > read
+
+
 # ---- on a disk that has no room, or fails
 
 
