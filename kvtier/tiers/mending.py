@@ -30,11 +30,15 @@ class Mending:
         self._spoilt: OrderedDict[RecordId, RecordId] = OrderedDict()  # a part, and its record
 
     def note(self, part: RecordId, record: RecordId) -> None:
-        """Take it that a part is spoilt where it lies: in a record of its name, or in a pack."""
+        """Take it that a part is spoilt where it lies: in a record of its name, or in a pack.
+
+        Of two such records the one that was read last counts: it will be read again.
+        """
         if self._none:
             return
         with self._lock:
-            self._spoilt.setdefault(part, record)
+            self._spoilt[part] = record
+            self._spoilt.move_to_end(part)
             if len(self._spoilt) > _MOST:
                 self._spoilt.popitem(last=False)
 

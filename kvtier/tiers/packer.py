@@ -177,14 +177,25 @@ class Packer:
 
     def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:
         """See Store; parts that lie in packs by ranges, straight into their buffers."""
+        return self.fetch(ids, into)[0]
+
+    def fetch(
+        self, ids: Sequence[RecordId], into: Sequence[memoryview]
+    ) -> tuple[list[Read], list[RecordId | None]]:
+        """Do the same, and say from which record each was read: that of its name, or a pack.
+
+        None where that is no pack of these parts. Where a part lies may be known otherwise by then.
+        """
         out = [Read(Status.FAILED)] * len(ids)
+        records: list[RecordId | None] = list(ids)
         packed = self.places.packs(ids)
         alone = [at for at in range(len(ids)) if at not in packed]
         reads = self._store.read_many([ids[at] for at in alone], [into[at] for at in alone])
         for at, read in zip(alone, reads, strict=True):
             out[at] = read
         self._look(self.places.unseen(packed.values()))
-        missed = self._read(self.places.members(packed, ids), ids, into, out)
+        members = self.places.members(packed, ids)
+        missed = self._read(members, ids, into, out)
         there = [one for one, status in missed.items() if status is not Status.ABSENT]
         sound = self._look([one.place.pack for one in there])
         # What was looked for, and not what was known before the look: others look, too.
@@ -193,13 +204,15 @@ class Packer:
         moved = {one.at for one in again}
         missed = {one: status for one, status in missed.items() if one.at not in moved}
         missed |= self._read(again, ids, into, out)
+        for one in itertools.chain(members, again):
+            records[one.at] = one.place.pack
         for one, status in missed.items():
             pack = one.place.pack
-            if sound.get(pack):
-                self._mending.note(ids[one.at], pack)
+            if not sound.get(pack):
+                records[one.at] = None
             if status is not Status.OK or sound.get(pack) is False:
                 self.places.forget(pack)  # it is gone, or no pack of these parts
-        return out
+        return out, records
 
     def _look(self, packs: Iterable[RecordId]) -> dict[RecordId, bool]:
         """Read where the parts of packs lie; say of those that were read if they have these."""

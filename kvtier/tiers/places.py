@@ -165,12 +165,6 @@ class Places:
                     found[at] = place.pack
         return found
 
-    def pack_of(self, name: RecordId) -> RecordId | None:
-        """Return in which pack a part lies, if it lies in one."""
-        with self._lock:
-            place = self._places.get(name)
-            return place.pack if place is not None else None
-
     def total(self, pack: RecordId) -> int:
         """Return the stored bytes of a pack; 0 if it is not known."""
         with self._lock:

@@ -87,7 +87,6 @@ class Tier:
         self._mending = Mending(store)
         self._packer = packer_for(store, self._mending, self.coding)
         self._heeds = store.capabilities.deadlines
-        self._verbs = self._packer or store
         self._pool.threads = store.THREADS
         self._tally = Tally(self.name, store, self._metrics)
         self._settling = Settling(self.name, store, self._clock)
@@ -196,9 +195,8 @@ class Tier:
 
     async def delete(self, ids: Sequence[RecordId]) -> list[Status]:
         """Delete records, and with one that lies in a pack all of that pack."""
-        out = await self._call(
-            "delete", self._verbs.delete_many, list(ids), [Status.FAILED] * len(ids)
-        )
+        verbs = self._packer or self.store
+        out = await self._call("delete", verbs.delete_many, list(ids), [Status.FAILED] * len(ids))
         self._settling.note()
         return out
 
@@ -387,13 +385,16 @@ class Tier:
     def _read(self, wanted: list[Wanted]) -> list[Fetched]:
         """Read and verify, on a thread of the pool."""
         began = self._clock() if self.coding else 0.0
-        reads = self._verbs.read_many([one.id for one in wanted], [one.into for one in wanted])
+        ids, into = [one.id for one in wanted], [one.into for one in wanted]
+        records: Sequence[RecordId | None] = ids
+        if self._packer:
+            reads, records = self._packer.fetch(ids, into)
+        else:
+            reads = self.store.read_many(ids, into)
         if self.coding:
             self.coding.received(reads, self._clock() - began)
         out = [verify(read, one) for read, one in zip(reads, wanted, strict=True)]
-        for one, read, found in zip(wanted, reads, out, strict=True):
-            if found.status is Status.CORRUPT and not found.unknown:
-                # Its header is in its place, or it would not be told that the pack is one of ours.
-                packs = self._packer.places if self._packer and read.header else None
-                self._mending.note(one.id, (packs and packs.pack_of(one.id)) or one.id)
+        for name, record, found in zip(ids, records, out, strict=True):
+            if record and found.status is Status.CORRUPT and not found.unknown:
+                self._mending.note(name, record)
         return out
