@@ -98,8 +98,9 @@ class Cache(Upkeep):
         """
         self._check()
         prefix = self._mine(tokens, request)
-        if self._recorder is not None:
-            self._recorder.note(prefix)
+        recorder = self._recorder  # which another thread may end
+        if recorder is not None:
+            recorder.note(prefix)
         return self._desk.match(prefix)
 
     # ---- load or recompute

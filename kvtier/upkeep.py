@@ -6,6 +6,7 @@ MisuseError in a transfer's callback (``on_settled``): they would wait for thems
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable
@@ -140,19 +141,22 @@ class Upkeep:
         `most_bytes` it becomes ``path.1``, as does one that is there with another salt; four such
         are kept. salt: 16 bytes or more that other recordings share, so that their blocks can be
         compared; by default a random one. Blocks briefly.
-        Raises ConfigError when it cannot be written, and for sizes and salts that are none.
+        Raises ConfigError when it cannot be written, and for sizes and salts that are none; what
+        is recorded already goes on then.
         """
-        self._check()
-        before, self._recorder = self._recorder, None
-        if before is not None:
-            before.close()  # before the next begins: it may be the same file
-        if path is None:
-            return
-        if isinstance(path, Path):
-            path = str(path)
+        self._check_waiting()
+        with self._closing:
+            self._check()  # or nobody would close what is begun here
+            following = self._recorder_of(path, most_bytes, salt) if path is not None else None
+            if self._recorder is not None:
+                self._recorder.close()  # before the next one notes: it may be the same file
+            self._recorder = following
+
+    def _recorder_of(self, path: str | Path, most_bytes: int, salt: bytes) -> Recorder:
+        """Return one that has written nothing yet."""
+        recording = Recording(str(path) if isinstance(path, Path) else path, most_bytes, salt)
         flow = self._desk.depot.flow if isinstance(self._desk, LocalDesk) else None
-        recording = Recording(path, most_bytes, salt)
-        self._recorder = Recorder(recording, flow, self.metrics, monotonic, epoch())
+        return Recorder(recording, flow, self.metrics, monotonic, epoch())
 
     def figures(self) -> dict[str, float]:
         """Return all metrics, gauges brought up to date. Memory only; also once it is closed."""
@@ -200,12 +204,11 @@ class Upkeep:
             if self._closed:
                 return
             self._closed = True
-            try:
-                self._desk.unpin()
+            with contextlib.ExitStack() as ending:
+                ending.callback(self._desk.leave)
                 if self._recorder is not None:
-                    self._recorder.close()
-            finally:
-                self._desk.leave()
+                    ending.callback(self._recorder.close)
+                self._desk.unpin()
 
     def __enter__(self) -> Self:
         """Return the cache."""

@@ -18,6 +18,7 @@ WAITS = {
     "clear": lambda cache: cache.clear("dram", timeout=1),
     "purge": lambda cache: cache.purge(timeout=1),
     "invalidate": lambda cache: cache.invalidate(TOKENS, timeout=1),
+    "record": lambda cache: cache.record(None),
     "close": lambda cache: cache.close(),
 }
 
