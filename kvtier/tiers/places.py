@@ -12,7 +12,7 @@ from kvtier.tiers.pack import lengths_in, member_at, order_of, sized_at
 
 __all__ = ["Member", "Place", "Places", "adjacent"]
 
-_REMEMBERED: Final = 1 << 18  # parts, of about 120 bytes each
+_REMEMBERED: Final = 1 << 18  # parts of packs, with names 50 MB; 120 MB if all are of two
 _DELETED: Final = 1 << 16  # parts that were deleted and not written again since
 _SPAN_BYTES: Final = 4 << 20  # read by one request; a longer one is several in parallel
 
@@ -79,7 +79,9 @@ class Places:
         self._lock = threading.Lock()
         self._packs: OrderedDict[RecordId, _Known] = OrderedDict()
         self._places: dict[RecordId, Place] = {}
-        self._others: dict[RecordId, list[RecordId]] = {}  # packs in which a part lies, too
+        # The packs in which a part lies too, and how many come before it there.
+        self._others: dict[RecordId, dict[RecordId, int]] = {}
+        self._remembered = 0  # parts, counted in each of their packs
         self._deleted: OrderedDict[RecordId, None] = OrderedDict()
         self._residue = 0
         self._sized: bool | None = None  # whether any that was looked into was of version 2
@@ -114,11 +116,12 @@ class Places:
     ) -> None:
         self._forget(name)
         self._packs[name] = _Known(tuple(members), nbytes, lengths)
+        self._remembered += len(members)
         for index, member in enumerate(members):
             if (place := self._places.get(member)) is not None:
-                self._others.setdefault(member, []).append(place.pack)
+                self._others.setdefault(member, {})[place.pack] = place.before
             self._places[member] = Place(name, index)
-        while len(self._places) > _REMEMBERED:
+        while self._remembered > _REMEMBERED:
             self._forget(next(iter(self._packs)))
 
     def forget(self, pack: RecordId) -> None:
@@ -131,13 +134,13 @@ class Places:
         if known is None:
             return
         self._residue -= len(known.gone)
+        self._remembered -= len(known.members)
         for member in known.members:
-            others = self._others.get(member, [])
+            others = self._others.get(member, {})
             if self._places[member].pack != pack:
-                others.remove(pack)
+                del others[pack]
             elif others:
-                last = others.pop()
-                self._places[member] = Place(last, self._packs[last].members.index(member))
+                self._places[member] = Place(*others.popitem())
             else:
                 del self._places[member]
             if not others:
