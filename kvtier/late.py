@@ -49,12 +49,15 @@ def _tried(call: Callable[[], T]) -> T | BaseException:
 
 
 async def _take_in(parts: Parts, number: int, catalog: Catalog, strays: Strays) -> None:
-    """Index parts in a catalog that is in use, without those that were withdrawn."""
+    """Index parts in a catalog that is in use; those that were withdrawn are charged as strays."""
     withdrawn = catalog.watch()
     try:
         for count, at in enumerate(parts.heads_first(), 1):
-            if parts.names[at] not in strays:
-                catalog.stored(parts.part(at), number, int(parts.charged[at]), withdrawn)
+            name, charged = parts.names[at], int(parts.charged[at])
+            if name in strays:
+                strays.charge(name, charged)
+            else:
+                catalog.stored(parts.part(at), number, charged, withdrawn)
             if not count % LOT:
                 await asyncio.sleep(0)  # engine threads wait for the Catalog's lock
     finally:

@@ -105,9 +105,8 @@ class Removal(Below):
             row = index.find(name)
             for tier, shelf in enumerate(self._shelves[1:], 1):
                 there = row != NO_ROW and index.present[row] & 1 << tier
-                hides = shelf.shared or shelf.unlisted  # what the index does not know
-                if there or hides:
-                    charged = 0 if hides else index.charged[tier][row]
+                if there or shelf.shared or shelf.unlisted:  # which have what nobody knows here
+                    charged = index.charged[tier][row] if there and not shelf.shared else 0
                     self._records[tier][name] = charged
                     records += 1
             for withdrawn in self._watching:

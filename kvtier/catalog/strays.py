@@ -77,6 +77,11 @@ class Strays:
         """Have a record deleted, whoever wrote it: it has a part that was withdrawn."""
         self._add(name, 0)
 
+    def charge(self, name: RecordId, charged: int) -> None:
+        """Charge one that is among them, now that it is known what it takes."""
+        self._nbytes += charged - self._charged[name]
+        self._charged[name] = charged
+
     def forget(self, name: RecordId) -> None:
         """Take it that the Store has not got it, or that the index knows."""
         self._nbytes -= self._charged.pop(name, 0)

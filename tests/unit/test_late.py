@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +13,15 @@ from msgspec import structs
 
 from kvtier import late, opening
 from kvtier.catalog.catalog import Parts
+from kvtier.catalog.strays import Strays
 from kvtier.clock import monotonic
 from kvtier.config import load_store, store_types
 from kvtier.identity.record import CODEC_LOSSLESS, RECORD_ID_BYTES
 from kvtier.metrics import Metrics
 from kvtier.seams import ThreadFlow
 from kvtier.testing.records import make_record
-from kvtier.testing.small_catalog import LMDB, SmallCatalog, chain
+from kvtier.testing.small_catalog import LMDB, PART_BYTES, SmallCatalog, chain
+from kvtier.testing.small_spill import Disk
 from kvtier.tiers.store import Status, Write
 from kvtier.tiers.tier import Tier
 from kvtier.tiers.unopened import UnopenedStore
@@ -50,6 +54,21 @@ def test_what_is_withdrawn_just_then_is_not_indexed(monkeypatch, noted):
         monkeypatch.setattr(catalog, "watch", dict)
     asyncio.run(late._take_in(columns(parts), LMDB, catalog, Sly()))
     assert small.found(parts) == ([] if noted else [LMDB] * 2)
+    small.close()
+
+
+def test_what_was_withdrawn_before_is_not_indexed_but_paid_for():
+    small, parts = SmallCatalog(4), chain(3)
+    small.catalog._shelves[LMDB].unlisted = True
+    small.catalog.withdraw([parts[2].name], "invalidated")
+    tier: Any = Disk(small.clock)
+    strays = Strays(tier, functools.partial(small.catalog.take_withdrawn, LMDB))
+    assert (len(strays), strays.nbytes) == (1, 0)
+    asyncio.run(late._take_in(columns(parts), LMDB, small.catalog, strays))
+    assert small.found(parts) == [LMDB] * 2
+    assert (len(strays), strays.nbytes) == (1, PART_BYTES)
+    asyncio.run(strays.delete({}))
+    assert (len(strays), strays.nbytes) == (0, 0)
     small.close()
 
 

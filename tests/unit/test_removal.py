@@ -63,6 +63,16 @@ def test_a_tier_that_was_not_listed_may_have_what_the_index_does_not_know(small)
     assert withdraw(small, parts) == (0, 0)
 
 
+def test_what_the_index_knows_of_a_tier_that_is_being_listed_is_charged_still(small):
+    small.catalog._shelves[LMDB].unlisted = True
+    parts = chain(3)
+    spilled(small, parts[:2])
+    assert withdraw(small, parts) == (2, 3)
+    charged = [PART_BYTES, PART_BYTES, 0]
+    names = [part.name for part in parts]
+    assert small.catalog.take_withdrawn(LMDB) == dict(zip(names, charged, strict=True))
+
+
 def test_descendants_are_orphans_and_leave_first(small):
     parts, other = chain(4), chain(4, seed=1)
     small.save(parts)
