@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from kvtier.catalog.catalog import LOT, Catalog, Parts
 from kvtier.catalog.strays import Strays
+from kvtier.errors import MisuseError
 from kvtier.opening import listed
 from kvtier.tiers.tier import Tier
 from kvtier.tiers.unopened import AGAIN_SECONDS, UnopenedStore
@@ -26,18 +27,32 @@ async def open_late(number: int, tier: Tier, catalog: Catalog, strays: Strays) -
     unopened = tier.store
     if not isinstance(unopened, UnopenedStore):
         return
+    while not await _opened(number, tier, unopened, catalog, strays):
+        pass
+
+
+async def _opened(
+    number: int, tier: Tier, unopened: UnopenedStore, catalog: Catalog, strays: Strays
+) -> bool:
+    """Try once, after a while; say whether that was the last time."""
     look = functools.partial(listed, catalog, tier, sizes={})
-    while True:
-        await asyncio.sleep(AGAIN_SECONDS)
+    await asyncio.sleep(AGAIN_SECONDS)
+    try:
         found = await tier.io(_tried, lambda: unopened.again(look))
-        if not isinstance(found, BaseException):
-            break
-        tier.fails_to_open(str(found) or type(found).__name__)
-    store, parts = found
-    if parts is not None:
-        await _take_in(parts, number, catalog, strays)
-    tier.take(store)
+        if isinstance(found, BaseException):
+            tier.fails_to_open(str(found) or type(found).__name__)
+            return False
+        store, parts = found
+        if parts is not None:
+            await _take_in(parts, number, catalog, strays)
+        tier.take(store)
+    except MisuseError:  # the tier was closed
+        return True
+    except Exception as error:  # noqa: BLE001  (a defect must not leave it away for good)
+        tier.fails_to_open(f"{type(error).__name__}: {error}")
+        return False
     catalog.lists(number)
+    return True
 
 
 def _tried(call: Callable[[], T]) -> T | BaseException:

@@ -83,13 +83,13 @@ class Tier:
 
     def take(self, store: Store) -> None:
         """Keep records in this Store from now on; the one before was never open. On the Flow."""
-        self.store = store
         self._mending = Mending(store)
         self._packer = packer_for(store, self._mending, self.coding)
         self._heeds = store.capabilities.deadlines
         self._pool.threads = store.THREADS
         self._tally = Tally(self.name, store, self._metrics)
         self._settling = Settling(self.name, store, self._clock)
+        self.store = store  # now that nothing of it can fail any more
         self._breaker.held = isinstance(store, UnopenedStore)
         self._ailments.works("open")
         if isinstance(store, UnopenedStore):

@@ -46,8 +46,10 @@ class UnopenedStore:
     def again(self, look: Callable[[Store], T]) -> tuple[Store, T]:
         """Try to open it; return it, and what `look` says of it. Blocks.
 
-        It is closed with this one, at once if that is closed by now. Raises what they raise.
+        It is closed with this one, at once if that is closed by now, or before the next attempt,
+        which says that it was not taken. Raises what they raise.
         """
+        self._let_go()
         store, kept = self._opens(), False
         try:
             found = look(store)
@@ -87,6 +89,10 @@ class UnopenedStore:
         """Close what was opened and not taken. Idempotent."""
         with self._lock:
             self._closed = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
             opened, self._opened = self._opened, None
         if opened is not None:
             opened.close()

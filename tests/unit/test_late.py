@@ -27,6 +27,12 @@ from kvtier.tiers.tier import Tier
 from kvtier.tiers.unopened import UnopenedStore
 
 
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Let nobody wait for the next attempt."""
+    monkeypatch.setattr(late, "AGAIN_SECONDS", 0.0)
+
+
 def columns(parts) -> Parts:
     """Return parts as a Store lists them."""
     return Parts(
@@ -69,6 +75,48 @@ def test_what_was_withdrawn_before_is_not_indexed_but_paid_for():
     assert (len(strays), strays.nbytes) == (1, PART_BYTES)
     asyncio.run(strays.delete({}))
     assert (len(strays), strays.nbytes) == (0, 0)
+    small.close()
+
+
+@pytest.mark.parametrize("step", ["_take_in", "take"])
+def test_what_fails_once_it_is_open_is_said_and_tried_again(tmp_path, monkeypatch, step):
+    """Each time it is opened anew: the attempt before has let go of it, and of its lock."""
+    small, flow, opened = SmallCatalog(4), ThreadFlow(), []
+    kind = load_store(store_types()["lmdb"])
+
+    def opens():
+        opened.append(kind.open(str(tmp_path / "kv"), 16 << 20, {}))
+        return opened[-1]
+
+    tier = Tier("lmdb", UnopenedStore(kind, opens, "away"), flow, Metrics(), monotonic)
+    place, name = (late, step) if step == "_take_in" else (tier, step)
+    sound, troubles = getattr(place, name), []
+
+    def fails(*args):
+        if len(opened) == 3:
+            monkeypatch.setattr(place, name, sound)
+            return sound(*args)
+        troubles.append(tier.trouble)
+        raise ValueError("a defect")
+
+    monkeypatch.setattr(place, name, fails)
+    flow.spawn(late.open_late(LMDB, tier, small.catalog, Strays(tier))).result(20)
+    assert troubles == ["open: away", "open: ValueError: a defect"]
+    assert (tier.trouble, tier.available) == ("", True)
+    assert tier.store is opened[2]
+    tier.close()
+    flow.close()
+    small.close()
+
+
+def test_it_ends_with_its_tier(caplog):
+    small, flow = SmallCatalog(4), ThreadFlow()
+    unopened = UnopenedStore(load_store(store_types()["lmdb"]), lambda: None, "away")
+    tier = Tier("lmdb", unopened, flow, Metrics(), monotonic)
+    tier.close()
+    flow.spawn(late.open_late(LMDB, tier, small.catalog, Strays(tier))).result(20)
+    assert "closed" not in caplog.text
+    flow.close()
     small.close()
 
 
