@@ -65,7 +65,11 @@ class Moves:
         self._flow = flow
         self._metrics = metrics
         strays = {
-            number: Strays(tier, functools.partial(catalog.take_withdrawn, number))
+            number: Strays(
+                tier,
+                functools.partial(catalog.take_withdrawn, number),
+                functools.partial(self._give_up, tier.name),
+            )
             for number, tier in tiers.items()
         }
         self.sweeper = Sweeper(catalog, tiers, strays, clock)
@@ -83,6 +87,11 @@ class Moves:
         self._hashing = IoPool("hash", _HASH_THREADS)
         self._saved: deque[list[Saved]] = deque()
         self._publishing = asyncio.Lock()
+
+    def _give_up(self, name: str, deletions: int) -> None:
+        """Tell that a tier has been away for so long that some deletions are tried no more."""
+        self._metrics.add("dropped_deletions", deletions, tier=name)
+        self._report.warn(name, "too many deletions wait: the oldest records are left there")
 
     # ---- save
 

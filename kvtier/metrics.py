@@ -67,6 +67,7 @@ _ROWS: Final = (
         "tier",
         "reason",
     ),
+    _counter("dropped_deletions", "records", "Withdrawn records no more tried to delete", "tier"),
     _counter(
         "corrupt_records", "records", "Records that failed a checksum or named another part", "tier"
     ),

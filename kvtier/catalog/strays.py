@@ -21,6 +21,7 @@ from kvtier.tiers.tier import Tier
 __all__ = ["Strays"]
 
 _MOST: Final = 1 << 16
+_MOST_UNKNOWN: Final = 1 << 20  # of some 300 bytes each
 _BATCH: Final = 1024
 _SLICE: Final = 256
 
@@ -29,19 +30,27 @@ class Strays:
     """Those of one tier, by name. Used on the flow loop.
 
     A shared tier has none but those withdrawn: what is in it may be another host's, and its
-    budget is a target. withdrawn: hands over records that have to be deleted, each once.
+    budget is a target. withdrawn: hands over records that have to be deleted, each once. gives_up:
+    told how many of those are no more tried, the oldest of a million that only the Store may know.
     changing: held by whoever writes to the Store or deletes from it, so that no delete meets a
     write of the same record.
     """
 
-    def __init__(self, tier: Tier, withdrawn: Callable[[], Mapping[RecordId, int]] = dict) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        withdrawn: Callable[[], Mapping[RecordId, int]] = dict,
+        gives_up: Callable[[int], object] = int,
+    ) -> None:
         self.changing = asyncio.Lock()
         self._tier = tier
         self._withdrawn = withdrawn
+        self._gives_up = gives_up
         self._nbytes = 0
         self._none = tier.store.capabilities.shared
         self._charged: dict[RecordId, int] = {}
         self._noted: OrderedDict[RecordId, None] = OrderedDict()  # not withdrawn, oldest first
+        self._unknown: OrderedDict[RecordId, None] = OrderedDict()  # withdrawn, and charged nothing
 
     def __len__(self) -> int:
         """How many there may be."""
@@ -81,21 +90,33 @@ class Strays:
         """Charge one that is among them, now that it is known what it takes."""
         self._nbytes += charged - self._charged[name]
         self._charged[name] = charged
+        self._unknown.pop(name, None)
 
     def forget(self, name: RecordId) -> None:
         """Take it that the Store has not got it, or that the index knows."""
         self._nbytes -= self._charged.pop(name, 0)
         self._noted.pop(name, None)
+        self._unknown.pop(name, None)
 
     def _add(self, name: RecordId, charged: int) -> None:
         self._charged[name] = charged
         self._nbytes += charged
 
     def collect(self) -> None:
-        """Take over what was withdrawn: as many as there are, since the index had them."""
+        """Take over what was withdrawn: of what the index had, all that there is.
+
+        The rest is bounded: while a shared tier is away, or one is not listed, it would only grow.
+        """
         for name, charged in self._withdrawn().items():
             self.forget(name)
             self._add(name, charged)
+            if not charged:
+                self._unknown[name] = None
+        over = len(self._unknown) - _MOST_UNKNOWN
+        if over > 0:
+            for name in list(itertools.islice(self._unknown, over)):
+                self.forget(name)
+            self._gives_up(over)
 
     async def delete(self, records: Mapping[RecordId, int]) -> None:
         """Delete records, given with what each is charged, and all strays, in batches.

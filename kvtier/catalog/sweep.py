@@ -27,7 +27,8 @@ class Removed(NamedTuple):
 
     parts: that were in a tier, or on their way into one, and are matched no more; of a shared
     tier those that it listed. unconfirmed: deletions that no Store has confirmed yet; they are
-    tried again for as long as the cache is open, and after that such a record may come back.
+    tried again for as long as the cache is open, and after that such a record may come back; so
+    may those that Strays gives up.
     unlisted: tiers that could not be listed to their end.
     """
 

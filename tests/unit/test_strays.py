@@ -126,6 +126,32 @@ def test_none_that_was_withdrawn_is_given_up_for_others(tier, monkeypatch):
     ]
 
 
+def test_of_those_that_only_the_store_may_know_the_oldest_are_given_up(tier, monkeypatch):
+    monkeypatch.setattr("kvtier.catalog.strays._MOST_UNKNOWN", 2)
+    lot, given_up = {}, []
+    strays = Strays(tier, lambda: lot, given_up.append)
+
+    def left(**withdrawn):
+        nonlocal lot
+        lot = {name.encode(): charged for name, charged in withdrawn.items()}
+        strays.collect()
+        lot = {}
+        return b"".join(strays._charged).decode()
+
+    assert left(a=0, b=0) == "ab"
+    assert given_up == []
+    assert left(x=1, a=0) == "bxa"
+    assert given_up == []
+    assert left(c=0, d=0) == "xcd"
+    assert given_up == [2]
+    strays.charge(b"c", 5)
+    assert left(e=0) == "xcde"
+    strays.forget(b"d")
+    assert left(f=0) == "xcef"
+    assert strays.nbytes == 6
+    assert given_up == [2]
+
+
 def test_many_are_deleted_in_batches_and_no_more_is_tried_after_one_that_failed(tier, monkeypatch):
     monkeypatch.setattr("kvtier.catalog.strays._BATCH", 2)
     waiting = [dict.fromkeys((b"a", b"b", b"c", b"d", b"e"), 1)]
