@@ -279,15 +279,27 @@ class Packer:
         doomed: dict[RecordId, list[RecordId]] = {}
         for name, packs in zip(ids, self.places.deleted(ids), strict=True):
             doomed[name] = [*(pack_id(name, order) for order in _orders(name)), *packs]
-        names = list(dict.fromkeys(itertools.chain.from_iterable(doomed.values())))
-        fates = dict(zip(names, self._store.delete_many(names), strict=True))
+        fates = self._delete(doomed.values())
+        for one, fate in fates.items():
+            if fate is not Status.FAILED:
+                self.places.forget(one)
         return [_worst(fates[one] for one in doomed[name]) for name in ids]
 
     def evict_many(self, ids: Sequence[RecordId]) -> list[Status]:
-        """Let parts go: a pack is deleted when this process has no use for any part of it."""
-        names = self.places.let_go(ids)
-        fates = dict(zip(names, self._store.delete_many(names), strict=True)) if names else {}
-        return [fates.get(name, Status.OK) for name in ids]
+        """Let parts go: a pack is deleted when this process has no use for any part of it.
+
+        What became of it is said of each of these that was in it; of others in packs, OK.
+        """
+        doomed = self.places.let_go(ids)
+        fates = self._delete(doomed)
+        self.places.ended(one for one, fate in fates.items() if fate is not Status.FAILED)
+        return [_worst(fates[one] for one in some) if some else Status.OK for some in doomed]
+
+    def _delete(self, lots: Iterable[Iterable[RecordId]]) -> dict[RecordId, Status]:
+        """Delete all records of these, and say what became of each."""
+        names = list(dict.fromkeys(itertools.chain.from_iterable(lots)))
+        statuses = self._store.delete_many(names) if names else []
+        return dict(zip(names, statuses, strict=True))
 
 
 def _read_of(status: Status, head: memoryview) -> Read:

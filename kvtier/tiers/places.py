@@ -146,15 +146,10 @@ class Places:
             if not others:
                 self._others.pop(member, None)
 
-    def _gone(self, member: RecordId, pack: RecordId) -> bool:
-        """Note that this process has no use for a part in a pack; say whether for any there."""
-        known = self._packs[pack]
-        self._residue += member not in known.gone
-        known.gone.add(member)
-        if len(known.gone) < len(known.members):
-            return False
-        self._forget(pack)
-        return True
+    def _unused(self, pack: RecordId) -> bool:
+        """Say whether a pack is known of which this process has no use for any part."""
+        known = self._packs.get(pack)
+        return known is not None and len(known.gone) == len(known.members)
 
     # ---- where it lies
 
@@ -209,31 +204,41 @@ class Places:
     # ---- what goes
 
     def deleted(self, ids: Sequence[RecordId]) -> list[list[RecordId]]:
-        """Remember that parts are deleted; return the packs in which each lay, now forgotten."""
-        packs: list[list[RecordId]] = []
+        """Remember that parts are deleted; return the packs in which each lies.
+
+        These stay known until they are gone, or who tries again would not find them.
+        """
         with self._lock:
             for name in ids:
-                packs.append(holding := self._holding(name))
-                for pack in holding:
-                    self._forget(pack)
                 self._deleted[name] = None
                 self._deleted.move_to_end(name)
             while len(self._deleted) > _DELETED:
                 self._deleted.popitem(last=False)
-        return packs
+            return [self._holding(name) for name in ids]
 
-    def let_go(self, ids: Sequence[RecordId]) -> list[RecordId]:
-        """Return what is to be deleted when this process has no use for parts any more.
+    def let_go(self, ids: Sequence[RecordId]) -> list[list[RecordId]]:
+        """Return what is to be deleted for each, as this process has no use for it any more.
 
-        Of those that lie in packs, the packs of which it needs no part.
+        For a part that lies in packs, those of which it needs no part. These stay known until they
+        are gone.
         """
-        doomed: dict[RecordId, None] = {}
         with self._lock:
-            for name in ids:
-                holding = self._holding(name)
-                gone = [pack for pack in holding if self._gone(name, pack)]
-                doomed |= dict.fromkeys(gone if holding else [name])
-        return list(doomed)
+            held = [self._holding(name) for name in ids]
+            for name, packs in zip(ids, held, strict=True):
+                for pack in packs:
+                    known = self._packs[pack]
+                    self._residue += name not in known.gone
+                    known.gone.add(name)
+            return [
+                list(filter(self._unused, packs)) if packs else [name]
+                for name, packs in zip(ids, held, strict=True)
+            ]
+
+    def ended(self, packs: Iterable[RecordId]) -> None:
+        """Forget packs that were let go and are deleted; none that was written or met meanwhile."""
+        with self._lock:
+            for pack in filter(self._unused, packs):
+                self._forget(pack)
 
     def _holding(self, member: RecordId) -> list[RecordId]:
         """Return all packs that are known to have a part."""
