@@ -138,7 +138,7 @@ class Adviser:
             if asked is None or self._clock() < asked[0]:
                 return
             self._asked = None
-        match, last = self._desk.match(asked[1]), self._desk.tiers[-1]
+        match, last = self._desk.match(asked[1], counted=False), self._desk.tiers[-1]
         if len(self._desk.tiers) - 1 in match.where:
             self._probe(match, last)
         else:

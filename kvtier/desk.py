@@ -106,8 +106,8 @@ class Desk(Protocol):
         """See ``Cache.share``. ranks: shards, and stages. May wait."""
         ...
 
-    def match(self, prefix: Prefix) -> Match:
-        """See ``Cache.match``."""
+    def match(self, prefix: Prefix, *, counted: bool = True) -> Match:
+        """See ``Cache.match``. counted: as a request; the cache may look for itself, too."""
         ...
 
     def lease(self, match: Match, first: int, seconds: float) -> Lease | None:

@@ -63,14 +63,14 @@ class LocalDesk:
 
     # ---- match, lease, fetch
 
-    def match(self, prefix: Prefix) -> Match:
+    def match(self, prefix: Prefix, *, counted: bool = True) -> Match:
         """See Desk."""
         if self.bypass:
-            self.metrics.add("bypassed_matches")
+            self.metrics.add("bypassed_matches", int(counted))
             return Match(prefix, 0)
         limit = prefix.limit
         found = self.catalog.match(prefix.names, self.shape, limit)
-        self.metrics.add("match_tokens", len(prefix.tokens))
+        self.metrics.add("match_tokens", len(prefix.tokens) if counted else 0)
         unknown = (
             found.chunks < len(prefix.names)
             and found.chunks * self.shape.chunk_tokens < limit

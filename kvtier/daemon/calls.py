@@ -210,9 +210,9 @@ class Calls:
     def _match(self, session: Session, message: messages.Match, reply: Reply) -> None:
         desk, prefix = self._prefix(session, message.desk, message.prompt, reply)
         if prefix is not None:
-            if self._recorder is not None:
+            if message.counted and self._recorder is not None:
                 self._recorder.note(prefix)
-            match = desk.match(prefix)
+            match = desk.match(prefix, counted=message.counted)
             reply(answers.Matched(match.tokens, match.where, match.known, match.unknown))
 
     def _lease(self, session: Session, message: messages.Lease, reply: Reply) -> None:

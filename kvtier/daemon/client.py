@@ -45,7 +45,7 @@ class RemoteDesk(Orders):
 
     # ---- match, lease, fetch
 
-    def match(self, prefix: Prefix) -> Match:
+    def match(self, prefix: Prefix, *, counted: bool = True) -> Match:
         """See Desk. Pending when the daemon takes longer than its patience."""
         if not self._bypass_known or len(prefix.keys) > messages.MOST_CHUNKS:
             return Match(prefix, 0)
@@ -57,7 +57,7 @@ class RemoteDesk(Orders):
                     self._late.clear()
                 self._late[key] = (monotonic(), reply, up)
 
-        found = self._ask(messages.Match(0, NO_PROMPT), Ask(prefix, late=late))
+        found = self._ask(messages.Match(0, NO_PROMPT, counted), Ask(prefix, late=late))
         before = self._late.pop(key, None) if self._late else None
         if found is None:
             if before is None or before[2] is not self.link.up:

@@ -156,6 +156,7 @@ class Match(Message):
     MOST = _PROMPT
     desk: Number
     prompt: Prompt
+    counted: bool = True
 
 
 class Lease(Message):

@@ -52,7 +52,7 @@ SAMPLES: Final[tuple[Message, ...]] = (
     messages.Leave(7),
     messages.Bye(),
     messages.Resume(bytes(range(32))),
-    messages.Match(7, PROMPT),
+    messages.Match(7, PROMPT, counted=False),
     messages.Lease(7, PROMPT, 512, 1, 2.5),
     messages.Fetch(7, PROMPT, 512, 2, unknown=True, first=1, within=0.5, hold=2.0, pin=False),
     messages.Prefetch(7, PROMPT, 512, 2, unknown=False, within=0.25),

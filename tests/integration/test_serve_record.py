@@ -72,6 +72,20 @@ def test_a_daemon_and_a_library_of_one_salt_name_blocks_alike(tmp_path):
     assert all(lines[0][name] == lines[1][name] for name in lines[0] if name != "timestamp")
 
 
+@pytest.mark.parametrize("counted", [False, True])
+def test_what_a_cache_looks_for_itself_is_no_request(tmp_path, counted):
+    path = tmp_path / "r.jsonl"
+    first, second = prompt(CHUNK, 1), prompt(2 * CHUNK, 2)
+    with running("dram:8MiB", "--record", str(path)) as daemon:
+        asked(daemon, first)
+        with kvtier.open(daemon.url, namespace=NAMESPACE) as cache:
+            cache._desk.match(cache.prefix(second), counted=counted)
+            there = cache.metrics.get("match_tokens")
+    lengths = [CHUNK, 2 * CHUNK] if counted else [CHUNK]
+    assert [tokens for _, tokens in read_trace(path, None).requests()] == lengths
+    assert there == sum(lengths)
+
+
 def test_a_server_that_starts_again_goes_on_with_the_recording(tmp_path):
     path = tmp_path / "r.jsonl"
     with running("dram:8MiB", "--record", str(path)) as daemon:

@@ -255,6 +255,18 @@ def test_nobody_waits_for_a_shared_tier_of_which_nothing_is_known(beside, clock,
     assert one.connector.match("c", third, 0).pending is (seconds < 1.0)
 
 
+def test_what_it_looks_for_itself_is_no_request(beside, clock):
+    one = beside(0.01)
+    asked = prompt(12 * CHUNK + 1, 0)
+    assert not one.connector.match("a", asked, 0).pending
+    before = one.cache.metrics.get("match_tokens")
+    clock.now += 1.0
+    assert one.cache._adviser._asked
+    one.cache._adviser._follow()
+    assert not one.cache._adviser._asked
+    assert one.cache.metrics.get("match_tokens") == before == len(asked)
+
+
 def test_who_takes_what_is_not_known_for_fast_waits(beside, monkeypatch):
     """The twin."""
     one = beside(20.0)
