@@ -52,11 +52,13 @@ class Recording(msgspec.Struct, frozen=True):
     """Where to record, and how. most_bytes: of a file. salt: of the hashes; none: a random one.
 
     Two recordings whose blocks are to be compared, such as those of two hosts, need one salt.
+    salt_path: the file that it was read from, if any.
     """
 
     path: str
     most_bytes: int = RECORD_BYTES
     salt: bytes = b""
+    salt_path: str = ""
 
     def check(self) -> Recording:
         """Return it, with a salt. Raises ConfigError for what cannot be recorded with."""

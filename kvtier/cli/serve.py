@@ -223,6 +223,7 @@ def _as_toml(found: Sequence[Principal]) -> str:
         if (record := one.settings.record) is not None:
             lines += [f"record = {quoted(record.path)}"]
             lines += [f"record_size = {quoted(f'{record.most_bytes}B')}"]
+            lines += [f"record_salt = {quoted(record.salt_path)}"] if record.salt_path else []
         lines += ["tiers = [", *(f"    {quoted(hidden(u))}," for u in one.settings.tiers), "]", ""]
     for tenant, quota in found[0].settings.quotas.items():
         lines += [f"[tenants.{quoted(tenant)}]", f"floor = {quota.floor}"]

@@ -110,10 +110,12 @@ def _recording(table: Mapping[str, object], where: str) -> Recording | None:
         if given:
             raise ConfigError(f"{min(given)} of {where} is of a recording; name its file: record")
         return None
+    salted = "record_salt" in given
     return Recording(
         os.path.abspath(path),  # noqa: PTH100  (resolve would follow links)
         parse_bytes(size) if "record_size" in given else RECORD_BYTES,
-        _salt(salt) if "record_salt" in given else b"",
+        _salt(salt) if salted else b"",
+        os.path.abspath(salt) if salted else "",  # noqa: PTH100
     ).check()
 
 

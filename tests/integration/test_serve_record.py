@@ -12,6 +12,7 @@ import pytest
 
 import kvtier
 from kvtier.cli.main import run
+from kvtier.daemon.principals import of_file
 from kvtier.planning.trace import read_trace
 from kvtier.testing.daemon import running
 from kvtier.testing.daemonloop import soon
@@ -185,6 +186,23 @@ def test_each_principal_has_its_recording(tmp_path, capsys):
     file.write_text(TWO)
     assert run([*command, "--record", "x"]) == 2
     assert "take --record away" in capsys.readouterr().err
+
+
+def test_a_configuration_that_is_printed_has_the_salt_s_file_and_not_the_salt(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "salt").write_text("0123456789abcdef\n")
+    given = ["dram:1MiB", "--socket", "/run/1", "--record", "r", "--record-salt", "salt"]
+    assert run(["serve", *given, "--print-config"]) == 0
+    printed = capsys.readouterr().out
+    assert f'record_salt = "{tmp_path}/salt"\n' in printed
+    assert "0123456789abcdef" not in printed
+    (tmp_path / "kv.toml").write_text(printed)
+    (one,) = of_file(tmp_path / "kv.toml", None)
+    assert one.settings.record.salt == b"0123456789abcdef"
+    assert run(["serve", "--config", "kv.toml", "--print-config"]) == 0
+    assert capsys.readouterr().out == printed
 
 
 def test_options_go_before_the_file_s(tmp_path, capsys):
