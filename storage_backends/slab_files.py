@@ -239,28 +239,35 @@ class SegmentFiles:
     def _hold(self, segments: Sequence[Segment]) -> list[_Open]:
         """Return the files of segments, open or with the error why not, to be let go."""
         held: list[_Open] = []
-        with self._guard:
-            for segment in segments:
-                file = self._open.get(segment.number)
-                if file is None or self._closed:
-                    file = self._opened(segment)
-                else:
+        while len(held) < len(segments):
+            with self._guard:
+                for segment in segments[len(held) :]:
+                    file = self._open.get(segment.number)
+                    if file is None or self._closed:
+                        break
                     self._open.move_to_end(segment.number)
-                file.users += 1
-                held.append(file)
+                    file.users += 1
+                    held.append(file)
+            if len(held) < len(segments):
+                held.append(self._opened(segments[len(held)]))
         self._close_surplus()
         return held
 
     def _opened(self, segment: Segment) -> _Open:
-        if self._closed:
-            return _Open(-1, error=OSError(errno.EBADF, "the store is closed"))
+        """Open a file for one user, unless another thread has done so when that is done."""
         path = self._directory.path / segment.name
         try:
-            file = _Open(self._io.open(path, self._directory.flags))
+            file = _Open(self._io.open(path, self._directory.flags), users=1)
         except OSError as error:
-            return _Open(-1, error=error.with_traceback(None))
-        self._open[segment.number] = file
-        return file
+            return _Open(-1, users=1, error=error.with_traceback(None))
+        with self._guard:
+            there = None if self._closed else self._open.setdefault(segment.number, file)
+            if there is file:
+                return file
+            if there is not None:
+                there.users += 1
+        self._io.close(file.descriptor)
+        return there or _Open(-1, users=1, error=OSError(errno.EBADF, "the store is closed"))
 
     def _let_go(self, held: Sequence[_Open]) -> None:
         with self._guard:

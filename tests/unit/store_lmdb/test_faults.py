@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -176,3 +177,65 @@ def test_a_file_that_could_not_be_removed_goes_before_the_next_is_made(
     store = opened(16 * MIB)
     assert sorted(header.depth for header in store.scan()) == [1, 2, 3]
     assert opened.disk_bytes() <= 16 * MIB
+
+
+class Opening:
+    """A store of two records, each in a file of its own, and a thread that hangs opening one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.records = [make_record(number, 600_000) for number in range(2)]
+        store = LmdbSlabStore(folder, 64 * MIB)
+        assert store.write_many(self.records) == [OK] * 2
+        store.close()
+        self.io = FaultyIO()
+        self.store = LmdbSlabStore(folder, 64 * MIB, io=self.io)
+        assert self.is_read(0)
+        self.said: list[bool] = []
+        self._thread = threading.Thread(target=lambda: self.said.append(self.is_read(1)))
+
+    def is_read(self, number: int) -> bool:
+        return is_exact(*fetch(self.store, self.records[number].header.id, 600_000))
+
+    def __enter__(self) -> Self:
+        self.io.fail("open", "hang", times=1)
+        self._thread.start()
+        while not self.io.hits:
+            pass
+        return self
+
+    def end(self) -> bool:
+        """Let the thread go on; say whether it read its record."""
+        self.io.heal()
+        self._thread.join()
+        return self.said[0]
+
+    def __exit__(self, *_: object) -> None:
+        self.io.heal()
+        self._thread.join()
+        self.store.close()
+
+
+def test_while_a_file_hangs_that_is_being_opened_others_are_read(tmp_path: Path) -> None:
+    with Opening(tmp_path) as opening:
+        said: list[bool] = []
+        other = threading.Thread(target=lambda: said.append(opening.is_read(0)))
+        other.start()
+        other.join(10)
+        meanwhile = list(said)
+        opening.end()
+        other.join()
+    assert meanwhile == [True]
+
+
+def test_a_file_that_two_have_opened_is_kept_once(tmp_path: Path) -> None:
+    with Opening(tmp_path) as opening:
+        assert opening.is_read(1)
+        assert opening.end()
+        assert [file.users for file in opening.store._files._open.values()] == [0, 0]
+
+
+def test_a_file_that_opens_after_the_store_has_closed_is_closed(tmp_path: Path) -> None:
+    with Opening(tmp_path) as opening:
+        opening.store.close()
+        assert not opening.end()
+        assert not opening.store._files._open
