@@ -288,7 +288,7 @@ class Slabs:
         self.index_bytes = max(self.index_bytes, index_bytes_for(self._slots))
 
     def remove(self, segment: Segment) -> None:
-        """Forget a segment whose file is gone."""
+        """Forget a segment whose file goes before another is made."""
         del self.segments[segment.number]
         self._classes[segment.stride].remove(segment)
         if self._current.get(segment.stride) is segment:

@@ -47,7 +47,8 @@ class Space:
     """The index and the segments of an open store, within its capacity. Thread-safe.
 
     `_lock` is held for microseconds and never during I/O on segments. `_committing` is taken
-    before `_lock` by whoever commits, or makes or removes segments or the index.
+    before `_lock` by whoever commits, or makes or removes segments or the index. So the bytes of a
+    segment that is no longer in the account are given to nobody before its file is gone.
     """
 
     def __init__(
@@ -96,12 +97,10 @@ class Space:
 
     def _reclaim(self, stride: int) -> None:
         """Remove empty segments until one of this stride can be made, on a full disk all."""
-        with self._lock:
-            for segment in self._slabs.empty_segments():
-                if self._slabs.plan(stride) is not None and not self._disk_full:
-                    break
-                self._slabs.remove(segment)
-                self._files.remove(segment)
+        going = self._going(())
+        while self._disk_full or self._slabs.plan(stride) is None:
+            if not self._let_go(going):
+                break
 
     # --------------------------------------------------------------------------------- a new index
 
@@ -173,15 +172,17 @@ class Space:
             if segment is None:
                 return False
             self._slabs.remove(segment)
-            self._files.remove(segment)
-            return True
+        self._files.remove(segment)
+        return True
 
     def _going(self, others: Sequence[tuple[int, int]]) -> Iterator[Segment]:
         """Yield, under the lock, segments that can go: empty ones, then those of `others` at rest.
 
         others: their numbers, and how many slots of each nobody would miss.
         """
-        yield from self._slabs.empty_segments()
+        for empty in self._slabs.empty_segments():
+            if empty.empty:  # still, whoever had the lock meanwhile
+                yield empty
         for number, known in others:
             segment = self._slabs.segments.get(number)
             if segment is not None and segment.is_at_rest(known):

@@ -13,7 +13,8 @@ import pytest
 
 from kvtier.identity.record import Header, Part
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
-from kvtier.storage_backends.slab import PAGE, FileIO, Segment, stride_for, stride_of
+from kvtier.storage_backends.slab import PAGE, FileIO, Segment, Slabs, stride_for, stride_of
+from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.testing.records import fetch, is_exact, make_record
 from kvtier.tiers.store import Status
 
@@ -170,6 +171,63 @@ def test_more_segments_than_open_files(opened: Any, monkeypatch: pytest.MonkeyPa
     for record in records:
         assert is_exact(*fetch(store, record.header.id, 600_000))
     assert len(list(opened.folder.glob("*.seg"))) == 20
+
+
+def emptied(opened: Any) -> LmdbSlabStore:
+    """Return a store of 20 segments, all of them empty."""
+    store = opened(16 * MIB, durability="each")
+    records = [make_record(number, 600_000) for number in range(20)]
+    assert store.write_many(records) == [OK] * 20
+    assert store.delete_many([record.header.id for record in records]) == [OK] * 20
+    assert len(store._ledger._slabs.empty_segments()) == 20
+    return store
+
+
+def test_files_go_without_the_lock_and_before_their_bytes_are_given_out(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = emptied(opened)
+    ledger = store._ledger
+    locked: list[tuple[bool, bool]] = []
+    remove = SegmentFiles.remove
+
+    def noted(files: SegmentFiles, segment: Segment) -> None:
+        locked.append((ledger._lock.locked(), ledger._committing.locked()))
+        remove(files, segment)
+
+    monkeypatch.setattr(SegmentFiles, "remove", noted)
+    assert store.write_many([make_record(50, 8 * MIB)]) == [OK]
+    assert len(locked) > 5
+    assert set(locked) == {(False, True)}
+
+
+def written_while_empty_segments_go(store: LmdbSlabStore) -> Any:
+    """Return what is read of a record that is written when the first of them has gone."""
+    ledger = store._ledger
+    going = ledger._going(())
+    assert ledger._let_go(going)
+    record = make_record(50, 600_000)
+    assert store.write_many([record]) == [OK]
+    while ledger._let_go(going):
+        pass
+    return fetch(store, record.header.id, 600_000)
+
+
+def test_a_segment_that_is_used_again_does_not_go(opened: Any) -> None:
+    assert is_exact(*written_while_empty_segments_go(emptied(opened)))
+
+
+def test_twin_without_a_second_look_it_does(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, empty_segments = emptied(opened), Slabs.empty_segments
+
+    def looked_at_once(slabs: Slabs) -> list[Segment]:
+        found = empty_segments(slabs)
+        monkeypatch.setattr(Segment, "empty", property(lambda _: True))
+        return found
+
+    monkeypatch.setattr(Slabs, "empty_segments", looked_at_once)
+    read, _ = written_while_empty_segments_go(store)
+    assert read.status is Status.ABSENT
 
 
 def test_segment_names() -> None:
