@@ -1,8 +1,9 @@
 """A new index in the place of the old one: dense, no larger than its slots need.
 
 It is written beside the old one, synced, and renamed. Whatever ends the process, or cuts its power,
-there is the old one or the new one, with the same entries; a draft that was not finished goes at
-the next opening.
+there is the old one or the new one; a draft that was not finished goes at the next opening. Both
+have the same entries, but for those of segments that went because a full one had no other room:
+the old one has them still, and they lead nowhere.
 """
 
 from __future__ import annotations
