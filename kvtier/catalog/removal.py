@@ -128,7 +128,8 @@ class Removal(Below):
 
     def lists(self, tier: int) -> None:
         """Take it that the index knows all that a tier has."""
-        self._shelves[tier].unlisted = False
+        with self._lock:
+            self._shelves[tier].unlisted = False
 
     def watch(self) -> Withdrawn:
         """Begin to note the names that are withdrawn, until ``unwatch``."""
