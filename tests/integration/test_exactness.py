@@ -15,6 +15,7 @@ import pytest
 from kvtier.bench.arm import Arm
 from kvtier.bench.messages import Empty, LoadModel, Open, Serve
 from kvtier.bench.report import digest
+from kvtier.identity.record import Header
 
 CHUNK = 256
 CHUNKS = 3
@@ -54,14 +55,23 @@ def lmdb(tmp_path):
 
 
 def payloads(folder):
-    """Yield file and offset of the payload of every record in a slab directory."""
-    for path in sorted(folder.glob("slab-*.seg")):
+    """Return file and offset of the payload of each chunk of the prompt in a slab directory.
+
+    Which slot a chunk lies in is as its write came; its header says how deep in the prompt it is.
+    """
+    found = {}
+    for path in folder.glob("slab-*.seg"):
         stride = int(re.fullmatch(r"slab-\d+-(\d+)\.seg", path.name)[1])
         for start in range(0, path.stat().st_size, stride):
             with path.open("rb") as file:
                 file.seek(start)
-                if any(file.read(PAGE)):
-                    yield path, start + PAGE
+                head = file.read(PAGE)
+            if any(head):
+                depth = Header.unpack(head).depth
+                assert depth not in found
+                found[depth] = (path, start + PAGE)
+    assert sorted(found) == list(range(CHUNKS))
+    return [found[depth] for depth in range(CHUNKS)]
 
 
 def overwrite(path, offset, data):
@@ -100,9 +110,7 @@ def test_what_was_stored_gives_the_same_answer(lmdb, right):
 
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_a_flipped_bit_costs_a_chunk_and_no_answer(lmdb, right, tmp_path, chunk):
-    records = list(payloads(tmp_path / "kv"))
-    assert len(records) == CHUNKS
-    path, offset = records[chunk]
+    path, offset = payloads(tmp_path / "kv")[chunk]
     flip_a_bit(path, offset + KV_BYTES // 2)
     again = serve(lmdb)
     assert digest([again.tokens]) == right
