@@ -13,13 +13,14 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qsl
 
 from kvtier.catalog.owners import Quota, check_floors
 from kvtier.checks import check_kind, check_whole, is_number
 from kvtier.codecs.door import check_codec
 from kvtier.errors import ConfigError, unknown
+from kvtier.memory.numa import parse_nodes
 from kvtier.policies.door import DEFAULT, check_policy
 from kvtier.tiers.store import Store
 from kvtier.units import parse_bytes, parse_fraction, parse_seconds
@@ -38,8 +39,9 @@ __all__ = [
 ]
 
 ADMISSIONS: Final = ("through", "second-touch", "on-evict", "auto")
-_DRAM_OPTIONS: Final = ("policy", "ttl")
-_OWN_OPTIONS: Final = ("capacity", "admission", "write_budget", "codec", *_DRAM_OPTIONS)
+_LEAVING: Final = ("policy", "ttl")
+_DRAM_OPTIONS: Final = (*_LEAVING, "numa")
+_OWN_OPTIONS: Final = ("capacity", "admission", "write_budget", "codec", *_LEAVING)
 _TABLES: Final = ("tiers", "tenants")
 _QUOTA_OPTIONS: Final = ("floor", "ceiling")
 _GROUP: Final = "kvtier.storage_backends"
@@ -99,7 +101,8 @@ class TierConfig:
 class Config:
     """A cache: DRAM first, then slower tiers in their order. quotas: by tenant.
 
-    policy, ttl: of DRAM.
+    policy, ttl, numa: of DRAM; numa: the host's memory nodes that it comes from, all where none
+    is named.
     """
 
     dram: int
@@ -107,8 +110,12 @@ class Config:
     quotas: Mapping[str, Quota] = field(default_factory=dict)
     policy: str = DEFAULT
     ttl: float | None = None
+    numa: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_kind("the memory nodes of dram", self.numa, tuple, ConfigError)
+        for node in self.numa:
+            check_whole("a memory node of dram", node, error=ConfigError)
         check_whole("dram, in bytes,", self.dram, 1, error=ConfigError)
         check_kind("the tiers of a config", self.tiers, tuple, ConfigError)
         for tier in self.tiers:
@@ -131,7 +138,14 @@ class Config:
         first = dram[0]
         if first.capacity is None:
             raise ConfigError("dram needs a size, such as dram:8GiB")
-        return cls(first.capacity, tuple(parsed[1:]), policy=first.policy, ttl=first.ttl)
+        numa = first.options.get("numa", ())
+        return cls(
+            first.capacity,
+            tuple(parsed[1:]),
+            policy=first.policy,
+            ttl=first.ttl,
+            numa=cast("tuple[int, ...]", numa),
+        )
 
     @classmethod
     def from_toml(cls, path: str | Path) -> Config:
@@ -250,7 +264,19 @@ def _dram(text: str) -> TierConfig:
         if name not in _DRAM_OPTIONS:
             raise unknown("option of dram", name, _DRAM_OPTIONS)
     policy = given.get("policy", DEFAULT)
-    return TierConfig("dram", "", parse_bytes(size), policy=policy, ttl=_ttl(given))
+    options = {"numa": _nodes(given["numa"])} if "numa" in given else {}
+    return TierConfig(
+        "dram", "", parse_bytes(size), options=options, policy=policy, ttl=_ttl(given)
+    )
+
+
+def _nodes(text: str) -> tuple[int, ...]:
+    try:
+        return parse_nodes(text)
+    except ValueError as error:
+        raise ConfigError(
+            f"dram numa={text!r} is no list of memory nodes, such as 0-1,3"
+        ) from error
 
 
 def _ttl(given: Mapping[str, str]) -> float | None:

@@ -61,7 +61,7 @@ class Depot:
         self._lock = threading.Lock()
         self._caches = 1
         part_bytes = shape.nbytes if shape else ()
-        self.arena = arena or Arena(config.dram, part_bytes)
+        self.arena = arena or Arena(config.dram, part_bytes, nodes=config.numa)
         with contextlib.ExitStack() as undo:
             undo.callback(self.arena.close)
             undo.callback(flow.close)

@@ -1,15 +1,17 @@
-"""GPUs by name, and whether torch can use one: asked before anything is built on it."""
+"""GPUs by name, where they are, and whether torch can use one: asked before anything is built."""
 
 from __future__ import annotations
 
 import importlib.util
 import re
+from pathlib import Path
 from typing import Any, Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["gpu_index", "gpu_title", "torch_for_gpu"]
+__all__ = ["gpu_index", "gpu_node", "gpu_title", "torch_for_gpu"]
 
+_PCI: Final = Path("/sys/bus/pci/devices")
 _NAME: Final = re.compile(r"cuda(?::(0|[1-9]\d{0,3}))?")
 
 
@@ -32,6 +34,18 @@ def gpu_title(device: str) -> str:
     if index is None:
         return ""
     return str(torch_for_gpu(index, "").cuda.get_device_properties(index).name)
+
+
+def gpu_node(pci: str, root: Path = _PCI) -> int | None:
+    """Return the memory node that a GPU is at; None where the kernel does not say.
+
+    pci: its address on the bus, as CUDA writes it: 0000:3B:00.0.
+    """
+    try:
+        node = int((root / pci.lower() / "numa_node").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None  # -1: all nodes are as near
 
 
 def torch_for_gpu(index: int, otherwise: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from kvtier.bench.copypaths import CPU_BLOCK, cpu_speeds, measure
@@ -12,6 +12,7 @@ from kvtier.device.nvrtc import default_folder
 from kvtier.device.paths import Speed, Table
 from kvtier.device.torch_driver import TorchDriver
 from kvtier.errors import KvtierError
+from kvtier.memory.numa import memory_nodes
 from kvtier.units import format_bytes
 
 __all__ = ["copies", "copies_of"]
@@ -43,7 +44,16 @@ def copies_of(driver: Driver, folder: Path, table: Table | None = None) -> list[
         means = "copies go the ways that are best on most GPUs"
         return [Finding("copies by GPU", "limited", f"{driver.name}: {error}", means)]
     means = f"kept in {where}; new devices choose by it"
-    return [Finding(_title(one), "ok", found, means) for one, found in _best(table.speeds)]
+    rows = [Finding(_title(one), "ok", found, means) for one, found in _best(table.speeds)]
+    return [*rows, *_nearest(driver, memory_nodes())]
+
+
+def _nearest(driver: Driver, nodes: Sequence[int]) -> list[Finding]:
+    """Say which memory a GPU is near to, where there is a choice."""
+    if driver.node is None or len(nodes) < 2:  # noqa: PLR2004  (the only one is near to all)
+        return []
+    means = f"where only GPUs of that node use a cache, open it with dram:SIZE?numa={driver.node}"
+    return [Finding("memory near the GPU", "ok", f"NUMA node {driver.node} of {len(nodes)}", means)]
 
 
 def _title(one: Speed) -> str:

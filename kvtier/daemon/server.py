@@ -103,8 +103,9 @@ def main() -> int:
 
 def _depot(settings: Settings, arena: int, *, again: bool) -> Depot:
     """Open the tiers. again: a server before this one had them open. Blocks."""
-    memory = Arena(0, fd=os.dup(arena))
-    return Depot.open(settings.config(), monotonic, ThreadFlow(), memory, again=again)
+    config = settings.config()
+    memory = Arena(0, fd=os.dup(arena), nodes=config.numa)
+    return Depot.open(config, monotonic, ThreadFlow(), memory, again=again)
 
 
 def _recorder(settings: Settings, depot: Depot, *, again: bool) -> Recorder | None:

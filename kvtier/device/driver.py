@@ -30,12 +30,13 @@ class Driver(Protocol):
     """One GPU. Streams are the driver's own, and not the default one. Nothing here waits.
 
     name: of GPU and driver, which measured speeds belong to. processors: how many SMs.
-    batches: whether ``batch`` can be had.
+    batches: whether ``batch`` can be had. node: of the host's memory, the nearest; None: not known.
     """
 
     name: str
     processors: int
     batches: bool
+    node: int | None
 
     def stream(self) -> Any:
         """Return a new stream."""

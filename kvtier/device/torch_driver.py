@@ -22,7 +22,7 @@ from kvtier.device.driver import Event
 from kvtier.device.nvrtc import Nvrtc, cubin, default_folder
 from kvtier.device.paths import Choice, kept_table
 from kvtier.errors import ConfigError
-from kvtier.gpus import torch_for_gpu
+from kvtier.gpus import gpu_node, torch_for_gpu
 from kvtier.units import format_bytes
 
 __all__ = ["TorchDriver", "cuda_device"]
@@ -98,6 +98,7 @@ class TorchDriver:
         self._runtime = cupy.cuda.runtime
         self._batch = _batched_copies(version)
         self.batches = self._batch is not None
+        self.node = gpu_node(cupy.cuda.runtime.deviceGetPCIBusId(index))
 
     def stream(self) -> Any:
         """See Driver."""

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
-from kvtier.memory.numa import interleave, memory_nodes
+from kvtier.memory.numa import chosen_nodes, interleave
 from kvtier.memory.private import fresh_id, private_memory
 from kvtier.memory.sealed import PAGE_BYTES, no_memory, sealed_size
 from kvtier.units import format_bytes, format_least
@@ -123,13 +123,19 @@ class Arena:
     fd: of memory that ``sealed_memory`` took, which others may have open; its size is what counts
     then, and the Arena closes it. Without, the memory is private: the kernel gives a process huge
     pages of its own where it gives none of a memfd, and O_DIRECT pins those at less cost.
+    nodes: of the host's memory, that pages come from; all, where none is named.
     """
 
     def __init__(
-        self, capacity: int, part_bytes: Sequence[int] = (), fd: int | None = None
+        self,
+        capacity: int,
+        part_bytes: Sequence[int] = (),
+        fd: int | None = None,
+        nodes: Sequence[int] = (),
     ) -> None:
         if fd is None:
             _check_chunk(capacity, part_bytes)
+        spread = chosen_nodes(nodes)
         self.fd = -1 if fd is None else fd
         self.closed = False
         with contextlib.ExitStack() as undo:
@@ -145,7 +151,7 @@ class Arena:
                 with contextlib.suppress(OSError):  # a kernel without; it is advice, no more
                     self._map.madvise(mmap.MADV_HUGEPAGE)
                 self.memory: NDArray[np.uint8] = np.frombuffer(self._map, np.uint8)
-                self._spread(memory_nodes())
+                self._spread(spread, chosen=bool(nodes))
                 self.pinned = self._take()
             except OSError as error:
                 raise no_memory(self.nbytes, error) from error
@@ -326,9 +332,9 @@ class Arena:
             if extent.regain(slot.offset):
                 self._open.setdefault(extent.slot_bytes, {})[number] = None
 
-    def _spread(self, nodes: Sequence[int]) -> None:
-        """Spread the pages over the host's memory nodes, where there are several."""
-        if len(nodes) < 2:  # noqa: PLR2004  (the only one has them all)
+    def _spread(self, nodes: Sequence[int], *, chosen: bool) -> None:
+        """Spread the pages over memory nodes, where there are several or one was chosen."""
+        if len(nodes) < 2 and not chosen:  # noqa: PLR2004  (the only one has them all)
             return
         try:
             interleave(self.memory.ctypes.data, self.nbytes, nodes)

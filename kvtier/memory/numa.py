@@ -1,6 +1,7 @@
-"""An arena on a host of several memory nodes: its pages are spread over all of them.
+"""An arena on a host of several memory nodes: its pages are spread over all of them, or over some.
 
-One node would fill alone, and engines on the others would share its bandwidth. The policy belongs
+One node would fill alone, and engines on the others would share its bandwidth. Where all engines
+are on one node, its own memory is nearer. The policy belongs
 to the memory, a memfd's too, so that it holds whoever touches a page first.
 """
 
@@ -13,24 +14,52 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-__all__ = ["interleave", "memory_nodes"]
+from kvtier.errors import ConfigError
+
+__all__ = ["chosen_nodes", "interleave", "memory_nodes", "parse_nodes"]
 
 _NODES: Final = Path("/sys/devices/system/node")
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}  # asm/unistd_64.h, asm-generic/unistd.h
 _MPOL_INTERLEAVE: Final = 3  # linux/mempolicy.h
 _WORD: Final = 64  # bits of an unsigned long
+_MOST: Final = 1023  # the highest node a kernel can be built for
 
 
 def memory_nodes(root: Path = _NODES) -> list[int]:
     """Return the nodes that have memory, as in ``0-1,3``; none where the kernel does not say."""
     try:
         text = (root / "has_memory").read_text(encoding="utf-8").strip()
-        runs = [run.partition("-") for run in text.split(",") if run]
-        return [
-            node for first, _, last in runs for node in range(int(first), int(last or first) + 1)
-        ]
+        return list(parse_nodes(text))
     except (OSError, ValueError):
         return []
+
+
+def parse_nodes(text: str) -> tuple[int, ...]:
+    """Return the nodes of a list like ``0-1,3``, in order. Raises ValueError for what is none."""
+    nodes: set[int] = set()
+    for run in text.split(","):
+        first, dash, last = run.partition("-")
+        low, high = int(first), int(last if dash else first)
+        if not 0 <= low <= high <= _MOST:
+            raise ValueError(run)
+        nodes.update(range(low, high + 1))
+    return tuple(sorted(nodes))
+
+
+def chosen_nodes(wanted: Sequence[int], root: Path = _NODES) -> list[int]:
+    """Return the nodes that memory is to come from: all, where none is wanted.
+
+    Raises ConfigError for one without memory.
+    """
+    there = memory_nodes(root)
+    absent = sorted(set(wanted) - set(there))
+    if absent:
+        raise ConfigError(
+            f"this host has no memory on NUMA node {', '.join(map(str, absent))}: it has some on "
+            f"{', '.join(map(str, there)) or 'none that the kernel tells of'}; "
+            "leave numa= out to take it from all"
+        )
+    return list(wanted) or there
 
 
 def interleave(address: int, nbytes: int, nodes: Sequence[int]) -> None:

@@ -42,6 +42,7 @@ class CpuDriver:
 
     name = "a CPU in the place of a GPU"
     processors = 4
+    node: int | None = None
 
     def __init__(
         self,
