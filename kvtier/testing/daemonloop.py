@@ -131,7 +131,7 @@ class RunningLoop:
         os.close(self.arena)
 
 
-def soon(look: Callable[[], object], seconds: float = 10.0) -> None:
+def soon(look: Callable[[], object], seconds: float = 30.0) -> None:
     """Wait until something is so. Raises TimeoutError."""
     until = time.monotonic() + seconds
     while not look():

@@ -36,7 +36,7 @@ class Mortal:
 
     def open(self, patience: float = 5.0, namespace: kvtier.Namespace = NAMESPACE) -> Toy:
         """Put a toy engine on a cache of it; it is closed with this."""
-        url = f"unix:{self.path}?patience={patience:.3f}s&timeout=5s"
+        url = f"unix:{self.path}?patience={patience:.3f}s&timeout=30s"
         self.toys.append(Toy(kvtier.open(url, namespace=namespace)))
         return self.toys[-1]
 
@@ -68,11 +68,11 @@ def kill(pid: int, with_it: int = 0) -> None:
     descriptors = [os.pidfd_open(one) for one in (pid, with_it) if one]
     os.kill(pid, signal.SIGKILL)
     for one in descriptors:
-        assert select.select([one], [], [], 10)[0], "it does not die"
+        assert select.select([one], [], [], 30)[0], "it does not die"
         os.close(one)
 
 
-def until(look: Callable[[], T], seconds: float = 10.0) -> T:
+def until(look: Callable[[], T], seconds: float = 30.0) -> T:
     """Return what `look` finds, once it finds something."""
     give_up = time.monotonic() + seconds
     while not (found := look()):

@@ -161,8 +161,8 @@ class DelayProxy:
 
     def __enter__(self) -> Self:
         self._thread.start()
-        if not self._ready.wait(5.0):
-            raise RuntimeError("the proxy did not start within 5 s")
+        if not self._ready.wait(30.0):
+            raise RuntimeError("the proxy did not start within 30 s")
         return self
 
     def __exit__(
@@ -172,7 +172,7 @@ class DelayProxy:
         trace: TracebackType | None,
     ) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join(5.0)
+        self._thread.join(30.0)
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:

@@ -60,7 +60,7 @@ def test_staging_that_runs_out_shortens_the_load(engines, disk, free):
     pinned = None
     if free < CHUNKS:
         match = toy.cache.match(other[: (CHUNKS - free) * CHUNK + 1])
-        pinned = toy.cache.fetch(match, timeout=5, deadline=60).result(5)
+        pinned = toy.cache.fetch(match, timeout=5, deadline=60).result(20)
         assert pinned.chunks == CHUNKS - free
     offered, _, exact = toy.load("three", tokens)
     assert (offered, exact) == (free * CHUNK, True)
@@ -72,7 +72,7 @@ def test_staging_that_runs_out_shortens_the_load(engines, disk, free):
 def planned_load(toy, tokens):
     toy.save("one", tokens[:TOKENS])
     blocks = list(range(128, 128 + TOKENS // BLOCK))
-    with toy.cache.lease(toy.cache.match(tokens), deadline=5) as lease:
+    with toy.cache.lease(toy.cache.match(tokens), deadline=60) as lease:
         return toy.cache.plan_load(lease, blocks), blocks
 
 
@@ -112,7 +112,7 @@ def test_a_load_that_ran_before_its_fence_failed_is_reported_too(engines):
     stream = toy.device.stream("store")
     stream.enqueue(lambda: 1 // 0)
     transfer = toy.cache.bind(toy.kv, toy.device).execute(plan, after=(stream.record(),))
-    result = transfer.result(5)
+    result = transfer.result(20)
     assert (result.status, result.tokens) == (CopyStatus.FAILED, 0)
     assert result.failed_blocks == tuple(blocks)
     assert np.all(toy.kv[:, :, 128:] == 0xABAB)

@@ -40,7 +40,7 @@ class Engine:
         name, connector = next(self.names), self.toy.connector
         offer = connector.match(name, PROMPT, 0, request)
         while offer.pending:
-            connector.wait(5)
+            connector.wait(20)
             offer = connector.match(name, PROMPT, 0, request)
         if not offer.tokens:
             connector.finish(name)

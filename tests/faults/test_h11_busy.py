@@ -12,17 +12,17 @@ TOKENS = ROOM * CHUNK
 
 
 def leased(toy, tokens):
-    lease = toy.cache.fetch(toy.cache.match(tokens), timeout=5, deadline=600).result(5)
+    lease = toy.cache.fetch(toy.cache.match(tokens), timeout=5, deadline=600).result(20)
     assert lease.chunks == ROOM
     return lease.release
 
 
 def planned(toy, tokens):
     """A load whose copy has not ended."""
-    with toy.cache.fetch(toy.cache.match(tokens), timeout=5, deadline=600).result(5) as lease:
+    with toy.cache.fetch(toy.cache.match(tokens), timeout=5, deadline=600).result(20) as lease:
         plan = toy.cache.plan_load(lease, list(range(TOKENS // BLOCK)))
     pages = toy.cache.bind(toy.kv, toy.device)
-    return lambda: toy.cache.settle(plan, pages.execute(plan, ()).result(5))
+    return lambda: toy.cache.settle(plan, pages.execute(plan, ()).result(20))
 
 
 def reserved(toy, tokens):
@@ -30,13 +30,13 @@ def reserved(toy, tokens):
     plan = toy.cache.plan_save(toy.cache.prefix(prompt(TOKENS, 9)), list(range(TOKENS // BLOCK)))
     assert len(plan.parts) == ROOM
     pages = toy.cache.bind(toy.kv, toy.device)
-    return lambda: toy.cache.settle(plan, pages.execute(plan, ()).result(5))
+    return lambda: toy.cache.settle(plan, pages.execute(plan, ()).result(20))
 
 
 def reading(toy, tokens):
     """A read that hangs in the tier below."""
     toy.disk.gate.clear()
-    toy.cache.fetch(toy.cache.match(tokens), timeout=0.01, deadline=600).result(5)
+    toy.cache.fetch(toy.cache.match(tokens), timeout=0.01, deadline=600).result(20)
     return toy.disk.gate.set
 
 
@@ -63,7 +63,7 @@ def test_a_pool_that_is_held_whole_answers_and_recovers(engines, disk, holder, m
     monkeypatch.setattr(Catalog, "hold_for_fetch", counted)
     for _ in range(3):
         running = toy.cache.fetch(toy.cache.match(wanted), timeout=600, deadline=600)
-        assert running.result(5) is None, "it does not wait for what nobody will give back"
+        assert running.result(20) is None, "it does not wait for what nobody will give back"
         assert running.poll()
         other = toy.cache.prefix(prompt(TOKENS, 3))
         assert toy.cache.plan_save(other, list(range(TOKENS // BLOCK))) is None
@@ -84,7 +84,7 @@ def test_a_pool_that_is_held_in_part_gives_what_fits(engines, disk, held):
     toy.save("two", wanted[:TOKENS])
     toy.cache.clear("dram")
     match = toy.cache.match(other[: held * CHUNK + 1])
-    with toy.cache.fetch(match, timeout=5, deadline=600).result(5):
+    with toy.cache.fetch(match, timeout=5, deadline=600).result(20):
         assert toy.load("three", wanted)[::2] == (TOKENS - held * CHUNK, True)
     assert toy.load("four", wanted)[::2] == (TOKENS, True)
 
@@ -95,7 +95,7 @@ def test_an_engine_is_told_of_a_miss_and_goes_on(engines, disk):
     toy.save("one", held[:TOKENS])
     toy.save("two", wanted[:TOKENS])
     toy.cache.clear("dram")
-    with toy.cache.fetch(toy.cache.match(held), timeout=5, deadline=600).result(5):
+    with toy.cache.fetch(toy.cache.match(held), timeout=5, deadline=600).result(20):
         assert toy.load("three", wanted) == (0, None, True)
         toy.save("four", prompt(TOKENS, 3))
     assert toy.load("five", prompt(TOKENS + 1, 3))[0] == 0

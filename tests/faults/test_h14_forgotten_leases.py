@@ -24,7 +24,7 @@ def use_and_release(toy, match):
     with toy.cache.lease(match, deadline=TTL) as lease:
         plan = toy.cache.plan_load(lease, list(range(128, 128 + TOKENS // BLOCK)))
     transfer = toy.pages.execute(plan, ())
-    toy.cache.settle(plan, transfer.result(5))
+    toy.cache.settle(plan, transfer.result(20))
 
 
 def release_only(toy, match):
@@ -62,7 +62,7 @@ def pin_and_forget(toy, match):
 
 
 def pin_and_release(toy, match):
-    pin = toy.cache.pin(match, seconds=TTL, timeout=5).result(5)
+    pin = toy.cache.pin(match, seconds=TTL, timeout=5).result(20)
     assert pin.chunks == PINNED
     pin.release()
 

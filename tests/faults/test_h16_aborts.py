@@ -43,7 +43,7 @@ def test_slots_follow_a_read_that_nobody_waits_for(toy, disk):
     """(a) Aborted while pending; the read returns later, into slots that are still its own."""
     stalled(toy, disk)
     assert not toy.connector.finish("r"), "no block of the engine was in use"
-    toy.cache.fetch(toy.cache.match(prompt(TOKENS + 1)), timeout=0.01, deadline=5).result(5)
+    toy.cache.fetch(toy.cache.match(prompt(TOKENS + 1)), timeout=0.01, deadline=5).result(20)
     assert not save_other(toy), "its slots are not for others yet"
     disk.gate.set()
     assert toy.cache.flush(timeout=20)
@@ -58,7 +58,7 @@ def test_a_read_that_never_returns_is_given_up_by_its_time(toy, disk):
     stalled(toy, disk)
     match = toy.cache.match(prompt(TOKENS + 1))
     for _ in range(3):
-        assert toy.cache.fetch(match, timeout=0.01, deadline=5).result(5) is None
+        assert toy.cache.fetch(match, timeout=0.01, deadline=5).result(20) is None
     toy.connector.finish("r")
     disk.gate.set()
     toy.until(lambda update: not toy.cache.figures()["kvtier_leased_parts"])
@@ -79,7 +79,7 @@ def test_given_to_another_its_slots_would_be_overwritten(engines, disk, caplog):
         for row in list(fetcher._reading):
             fetcher._end(row, NO_ROW, None)
 
-    toy.cache._desk.depot.flow.spawn(free_now()).result(5)
+    toy.cache._desk.depot.flow.spawn(free_now()).result(20)
     toy.compute(prompt(TOKENS, 1), range(TOKENS // BLOCK))
     toy.connector.save("other", prompt(TOKENS, 1), list(range(TOKENS // BLOCK)))
     toy.connector.finish("other")
@@ -91,7 +91,7 @@ def test_given_to_another_its_slots_would_be_overwritten(engines, disk, caplog):
     assert toy.cache.flush(timeout=20)
     with lease:
         plan = toy.cache.plan_load(lease, BLOCKS)
-    toy.cache.settle(plan, toy.cache.bind(toy.kv, toy.device).execute(plan, ()).result(5))
+    toy.cache.settle(plan, toy.cache.bind(toy.kv, toy.device).execute(plan, ()).result(20))
     mine = toy.kv[:, :, : TOKENS // BLOCK]
     assert not np.array_equal(toy.kv[:, :, BLOCKS], mine)
 
@@ -99,7 +99,7 @@ def test_given_to_another_its_slots_would_be_overwritten(engines, disk, caplog):
 def offered(toy):
     offer = toy.connector.match("r", prompt(TOKENS + 1), 0)
     while offer.pending:
-        toy.connector.wait(5)
+        toy.connector.wait(20)
         offer = toy.connector.match("r", prompt(TOKENS + 1), 0)
     assert offer.tokens == TOKENS
 
@@ -115,7 +115,7 @@ def landed(toy):
     """The copy has ended, and the engine has not looked yet."""
     loading(toy)
     toy.gate.set()
-    toy.connector.wait(5)
+    toy.connector.wait(20)
 
 
 def too_late(toy):

@@ -93,7 +93,7 @@ def test_a_remote_that_hangs_is_a_miss_by_the_deadline(engines, remote):
     remote.gate.clear()
     for asked in (tokens, prompt(TOKENS + 1, 5)):  # to be read, and to be looked up
         fetch = toy.cache.fetch(toy.cache.match(asked), timeout=0.05, deadline=60)
-        assert fetch.result(5) is None
+        assert fetch.result(20) is None
         assert fetch.poll(), "by its own timeout, not by ours"
     remote.gate.set()
     toy.until(lambda update: not toy.cache.figures()["kvtier_leased_parts"])
@@ -171,7 +171,7 @@ def test_asking_a_thousand_times_sends_nothing_new(engines, remote):
     remote.gate.clear()
     for _ in range(1000):
         assert toy.connector.match("r", tokens, 0).pending
-    toy.cache._desk.depot.flow.spawn(nothing()).result(5)
+    toy.cache._desk.depot.flow.spawn(nothing()).result(20)
     assert [verb for verb, _ in remote.calls] in ([], ["contains"])
     remote.gate.set()
     assert toy.load("r", tokens)[::2] == (TOKENS, True)
@@ -196,7 +196,7 @@ def many_at_once(engines, remote, under_way: type[dict] = dict) -> list[tuple[st
     remote.gate.clear()
     for name in names:
         assert toy.connector.match(name, tokens, 0).pending
-    toy.cache._desk.depot.flow.spawn(nothing()).result(5)
+    toy.cache._desk.depot.flow.spawn(nothing()).result(20)
     remote.gate.set()
     while waiting:
         for name in sorted(waiting):

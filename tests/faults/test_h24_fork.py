@@ -84,7 +84,7 @@ def test_every_call_of_every_handle_is_refused_and_the_parent_goes_on(engines, l
     found = {name: in_child(refused(call)) for name, call in calls.items()}
     assert found == dict.fromkeys(calls, 0)
 
-    result = pages.execute(plan, ()).result(5)
+    result = pages.execute(plan, ()).result(20)
     cache.settle(plan, result)
     lease.release()
     toy.save("two", prompt(TOKENS, 1))
@@ -99,7 +99,7 @@ def test_before_any_thread_was_started_it_is_refused_too(engines):
     pages = toy.cache.bind(toy.kv, toy.device)
 
     def copy():
-        pages.execute(plan, ()).result(5)
+        pages.execute(plan, ()).result(20)
 
     def unguarded():
         faulthandler.disable()
@@ -108,7 +108,7 @@ def test_before_any_thread_was_started_it_is_refused_too(engines):
 
     assert in_child(refused(copy)) == 0
     assert in_child(refused(unguarded)) == -signal.SIGSEGV, "the twin"
-    toy.cache.settle(plan, pages.execute(plan, ()).result(5))
+    toy.cache.settle(plan, pages.execute(plan, ()).result(20))
 
 
 def test_a_child_that_closes_or_ends_takes_nothing_from_its_parent(engines, lmdb):

@@ -200,7 +200,7 @@ def test_a_disk_that_hangs_is_left_alone_and_heals(folder, kind):
         clock.now += 31.0
         assert not tier.available
         assert "hangs" in tier.trouble
-        (late,) = start(store.THREADS).result(5)
+        (late,) = start(store.THREADS).result(20)
         assert late in (Status.FAILED, Fetched(Status.FAILED))
         io.heal()
         for one in hung:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import time
 from collections.abc import Iterator
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, Unreachable
 from kvtier.storage_backends.s3 import S3Store
 from kvtier.testing.mortal import Mortal
 from kvtier.testing.seaweed import SeaweedServer
@@ -94,6 +96,20 @@ def s3_open(s3_server, s3_location, s3_credentials):
     yield open_at
     for store in stores:
         store.close()
+
+
+@pytest.fixture
+def s3_hasty(s3_open):
+    """Open stores that wait for less than a busy machine may take to answer: it is tried again."""
+
+    def open_at(**options) -> S3Store:
+        give_up = time.monotonic() + 30.0
+        while time.monotonic() < give_up:
+            with contextlib.suppress(Unreachable):
+                return s3_open(**options)
+        return s3_open(**options)
+
+    return open_at
 
 
 class Objects:

@@ -64,7 +64,7 @@ def test_a_match_from_before_starts_nothing(pair):
     match = toy.cache.match(TOKENS)
     toy.cache.clear("dram")
     toy.cache.bypass = True
-    assert toy.cache.fetch(match, timeout=5, deadline=5).result(5) is None
+    assert toy.cache.fetch(match, timeout=5, deadline=5).result(20) is None
     assert toy.cache.lease(match, deadline=5) is None
     assert toy.cache.metrics.get("fetched_bytes") == 0
 
@@ -80,7 +80,7 @@ def test_leases_and_plans_that_are_out_go_on(pair):
     load = toy.cache.plan_load(lease, range(128, 128 + 4 * CHUNK // BLOCK))
     pages = toy.cache.bind(toy.kv, toy.device)
     for plan in (save, load):
-        toy.cache.settle(plan, pages.execute(plan, after=()).result(5))
+        toy.cache.settle(plan, pages.execute(plan, after=()).result(20))
     lease.release()
     toy.cache.flush(timeout=5)
     toy.cache.bypass = False

@@ -36,10 +36,10 @@ def test_a_full_arena_answers_at_once_and_recovers(folder):
     one.save("a", first[:256])
     one.save("b", second[:256])
     match = one.cache.match(first)
-    lease = one.cache.fetch(match, timeout=5, deadline=60).result(5)
+    lease = one.cache.fetch(match, timeout=5, deadline=60).result(20)
     assert lease.chunks == 4
     begin, used = time.monotonic(), time.process_time()
-    assert one.cache.fetch(one.cache.match(second), timeout=0.2, deadline=60).result(5) is None
+    assert one.cache.fetch(one.cache.match(second), timeout=0.2, deadline=60).result(20) is None
     assert time.monotonic() - begin < 2
     assert time.process_time() - used < 0.5
     lease.release()
@@ -197,12 +197,12 @@ def test_a_plan_crosses_as_bytes_and_is_settled_once(toy):
     tokens = prompt(257)
     toy.save("a", tokens[:256])
     match = toy.cache.match(tokens)
-    lease = toy.cache.lease(match, deadline=5)
+    lease = toy.cache.lease(match, deadline=60)
     plan = toy.cache.plan_load(lease, list(range(128, 144)))
     again = CopyPlan.decode(bytes(plan))
     assert again == plan
     pages = toy.cache.bind(toy.kv, toy.device)
-    result = pages.execute(again, after=()).result(5)
+    result = pages.execute(again, after=()).result(20)
     assert result == CopyResult(CopyStatus.OK, 256)
     toy.cache.settle(again, result)
     with pytest.raises(MisuseError):
@@ -214,7 +214,7 @@ def test_a_plan_crosses_as_bytes_and_is_settled_once(toy):
 def test_a_plan_that_timed_out_is_not_settled(toy):
     tokens = prompt(257)
     toy.save("a", tokens[:256])
-    lease = toy.cache.lease(toy.cache.match(tokens), deadline=5)
+    lease = toy.cache.lease(toy.cache.match(tokens), deadline=60)
     plan = toy.cache.plan_load(lease, list(range(128, 144)))
     with pytest.raises(MisuseError, match="not ended"):
         toy.cache.settle(plan, CopyResult(CopyStatus.TIMEOUT))
@@ -225,7 +225,7 @@ def test_a_plan_that_timed_out_is_not_settled(toy):
 def test_loading_more_than_was_leased_is_misuse(toy):
     tokens = prompt(257)
     toy.save("a", tokens[:256])
-    lease = toy.cache.lease(toy.cache.match(tokens), deadline=5)
+    lease = toy.cache.lease(toy.cache.match(tokens), deadline=60)
     for blocks, start in ((17, None), (4, 8), (4, 208)):
         with pytest.raises(MisuseError):
             toy.cache.plan_load(lease, list(range(blocks)), start=start)
@@ -371,15 +371,15 @@ def test_each_rank_copies_its_own_shard_only():
     ]
     ranks = [cache.bind(kv[rank], device, shard=rank) for rank in (0, 1)]
     plan = cache.plan_save(cache.prefix(tokens), list(range(16)))
-    results = [rank.execute(plan, after=()).result(5) for rank in ranks]
+    results = [rank.execute(plan, after=()).result(20) for rank in ranks]
     assert results == [CopyResult(CopyStatus.OK, 256)] * 2
     cache.settle(plan, results[0])
     cache.flush(timeout=5)
     match = cache.match(tokens)
     assert match.tokens == 256
-    with cache.lease(match, deadline=5) as lease:
+    with cache.lease(match, deadline=60) as lease:
         plan = cache.plan_load(lease, list(range(32, 48)))
-    results = [rank.execute(plan, after=()).result(5) for rank in ranks]
+    results = [rank.execute(plan, after=()).result(20) for rank in ranks]
     cache.settle(plan, results[0])
     for rank in (0, 1):
         assert np.array_equal(kv[rank][:, :, :16], kv[rank][:, :, 32:48])
@@ -389,7 +389,7 @@ def test_each_rank_copies_its_own_shard_only():
     assert cache.match(tokens).tokens == 192
     plan = cache.plan_save(cache.prefix(tokens), list(range(16)))
     assert [(part.shard, part.blocks) for part in plan.parts] == [(1, (12, 13, 14, 15))]
-    results = [rank.execute(plan, after=()).result(5) for rank in ranks]
+    results = [rank.execute(plan, after=()).result(20) for rank in ranks]
     assert results == [CopyResult(CopyStatus.OK, 64)] * 2
     cache.settle(plan, results[0])
     cache.flush(timeout=5)

@@ -44,7 +44,7 @@ def in_callback(cache, call) -> str:
         except kvtier.MisuseError as error:
             out.put(error)
 
-    cache.fetch(cache.match(TOKENS), timeout=5, deadline=5).on_settled(settled)
+    cache.fetch(cache.match(TOKENS), timeout=20, deadline=60).on_settled(settled)
     found = out.get(timeout=20)
     return str(found) if isinstance(found, kvtier.MisuseError) else ""
 

@@ -53,7 +53,7 @@ def test_a_client_resumes_within_a_second_and_its_old_handles_are_void(daemon):
     assert figure(toy, "plans_out") == 3
     pages = cache.bind(toy.kv, toy.device)
     for one in (plan, save):
-        assert pages.execute(one, ()).result(5).status is CopyStatus.OK
+        assert pages.execute(one, ()).result(20).status is CopyStatus.OK
         cache.settle(one, OK)
     until(lambda: figure(toy, "plans_out") == 1)
     assert cache.match(prompt(257, 5)).chunks == 0, "what was saved into it is nothing"
@@ -127,10 +127,10 @@ def test_its_memory_is_let_go_at_once_and_a_new_daemon_s_is_mapped(daemon):
     old = toy.cache._desk.arena.id
     assert arenas() == 1
     daemon.kill()
-    until(lambda: arenas() == 0, 2)
+    until(lambda: arenas() == 0)
     assert toy.cache._desk.arena.id == 0
     pages = toy.cache.bind(toy.kv, toy.device)
-    assert pages.execute(plan, ()).result(5).status is CopyStatus.FAILED
+    assert pages.execute(plan, ()).result(20).status is CopyStatus.FAILED
     toy.cache.settle(plan, CopyResult(CopyStatus.FAILED))
     assert toy.cache.match(TOKENS) == kvtier.Match(toy.cache.match(TOKENS).prefix, 0)
     daemon.start()
@@ -149,7 +149,7 @@ def test_a_copy_in_flight_keeps_its_memory_until_it_has_ended(daemon):
     toy.device.stream("load").enqueue(lambda: gate.wait(10))
     toy.connector.load("b", list(range(128, 144)))
     daemon.kill()
-    until(lambda: toy.cache._desk.arena.id == 0, 2)
+    until(lambda: toy.cache._desk.arena.id == 0)
     assert arenas() == 1
     gate.set()
     update = toy.until(lambda update: update.loaded)
@@ -157,7 +157,7 @@ def test_a_copy_in_flight_keeps_its_memory_until_it_has_ended(daemon):
     for at in range(16):
         assert np.array_equal(toy.kv[:, :, 128 + at], toy.kv[:, :, at])
     toy.connector.finish("b")
-    until(lambda: arenas() == 0, 2)
+    until(lambda: arenas() == 0)
     daemon.start()
     serves(toy)
     assert arenas() == 1

@@ -53,12 +53,12 @@ class Script:
         yield from self.loading()
         yield lambda: cache.loaded(self.match, {"dram": self.match.tokens}, 0)
         yield lambda: self.keep("running", cache.fetch(self.match, timeout=2, deadline=30))
-        yield lambda: self.keep("lease", self.running.result(5))
+        yield lambda: self.keep("lease", self.running.result(20))
         yield from self.loading()
         yield lambda: self.keep("running", cache.pin(self.match, seconds=30, timeout=2))
-        yield lambda: self.keep("lease", self.running.result(5))
+        yield lambda: self.keep("lease", self.running.result(20))
         yield from self.loading()
-        yield lambda: cache.prefetch(self.match, base=2, per_1024_tokens=1).result(5)
+        yield lambda: cache.prefetch(self.match, base=2, per_1024_tokens=1).result(20)
         yield lambda: cache.explain(self.prefix)
         yield lambda: cache.metrics.get("saved_chunks")
         yield lambda: setattr(cache, "bypass", True)
@@ -192,7 +192,7 @@ def test_a_forked_child_uses_nothing_of_its_parents(daemon):
     assert {name: in_child(call) for name, call in calls.items()} == dict.fromkeys(calls, 0)
     in_child(cache.close)
     assert lease.held
-    assert pages.execute(plan, ()).result(5).tokens == 4 * CHUNK
+    assert pages.execute(plan, ()).result(20).tokens == 4 * CHUNK
     cache.settle(plan, OK)
     lease.release()
     serves(toy)

@@ -117,7 +117,7 @@ def test_what_waits_ends_also_where_the_link_closes_just_as_it_has_come_up(daemo
     until(lambda: link._closed)
     go.set()
     closing.join()
-    assert waiting.result(5) is None
+    assert waiting.result(20) is None
     assert up.calls.fileno() == up.waits.wire.fileno() == -1
 
 
@@ -214,7 +214,7 @@ def test_a_plan_of_a_dead_scheduler_is_not_executed_by_a_rank_that_comes_late(
     toy.kv[:, :, :16] = 255  # what the late rank would write
     worker = kvtier.Worker("late", daemon.path)
     pages = worker.bind(NAMESPACE.geometry, toy.kv, toy.device)
-    done = pages.execute(plan, ()).result(5)
+    done = pages.execute(plan, ()).result(20)
     assert done.status is (CopyStatus.OK if twin else CopyStatus.FAILED)
     assert toy.load("b", TOKENS)[2] is not twin, "the bytes of another engine"
     worker.close()

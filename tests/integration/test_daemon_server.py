@@ -110,8 +110,8 @@ def test_clients_that_come_while_there_is_no_server_are_served_by_the_next():
             assert client.read()[0].generation == 2
 
 
-def orphaned(tmp_path, program) -> bool:
-    """Kill a supervisor; say whether its server ends, too."""
+def orphaned(tmp_path, program, within) -> bool:
+    """Kill a supervisor; say whether its server ends, too, `within` seconds."""
     script = (
         "import os, sys; from kvtier.daemon.supervisor import Supervisor;"
         "from kvtier.daemon.settings import Settings;"
@@ -124,7 +124,7 @@ def orphaned(tmp_path, program) -> bool:
         server = int(parent.stdout.readline())
         parent.kill()
     try:
-        soon(lambda: gone(server), 2.0)
+        soon(lambda: gone(server), within)
     except TimeoutError:
         os.kill(server, signal.SIGKILL)
         return False
@@ -145,7 +145,8 @@ def test_a_server_ends_with_its_supervisor(tmp_path, without, ends):
         "import sys; from types import SimpleNamespace; import kvtier.daemon.server as s;"
         f"{without} s.main()"
     )
-    assert orphaned(tmp_path, ["-c", script] if without else []) == ends
+    program = ["-c", script] if without else []
+    assert orphaned(tmp_path, program, 30.0 if ends else 2.0) == ends
 
 
 def test_what_a_killed_supervisor_left_is_cleaned_up_by_the_next(tmp_path):

@@ -52,7 +52,7 @@ def test_a_stopped_server_keeps_no_call_beyond_its_patience(daemon):
     assert timed(lambda: cache.loaded(match, {"dram": 64}, 0)) is None
     timed(lambda: cache.settle(plan, OK))
     timed(lease.release)
-    assert running.result(5) is None
+    assert running.result(20) is None
     os.kill(daemon.server, signal.SIGCONT)
     again = until(lambda: (got := cache.match(TOKENS)).tokens and got)
     assert (again.tokens, again.pending) == (4 * CHUNK, False)

@@ -286,7 +286,7 @@ def test_a_read_that_never_returns_costs_a_miss_and_no_block(serving, monkeypatc
     one.store.open_gate.clear()
     request_id = one.engine.submit(prompt(129), SAMPLING)
     one.engine.step()
-    assert one.store.reading.wait(5)
+    assert one.store.reading.wait(20)
     one.engine.abort(request_id)
     assert free(one) == 64
     again = list(one.engine.stream(prompt(129), SAMPLING))

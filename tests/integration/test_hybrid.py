@@ -75,7 +75,7 @@ def opened(tmp_path) -> Iterator[Any]:
 
 
 def copy(cache: kvtier.Cache, ranks: Sequence[Rank], plan: CopyPlan) -> None:
-    results = [rank.pages.execute(plan, ()).result(10) for rank in ranks]
+    results = [rank.pages.execute(plan, ()).result(20) for rank in ranks]
     assert {result.status.value for result in results} == {"ok"}
     cache.settle(plan, results[0])
     assert cache.flush(timeout=20)
@@ -98,7 +98,7 @@ def save(cache: kvtier.Cache, ranks: Sequence[Rank], tokens: Any, states: Sequen
 def load(cache: kvtier.Cache, ranks: Sequence[Rank], tokens: Any) -> int:
     """Load what there is, into fresh blocks; check it all, and return its tokens."""
     match = cache.match(tokens)
-    lease = cache.fetch(match, timeout=10, deadline=10).result(10)
+    lease = cache.fetch(match, timeout=20, deadline=60).result(20)
     if lease is None:
         return 0
     count = lease.tokens // BLOCK
@@ -175,7 +175,7 @@ def test_a_fetch_that_fails_in_part_gives_what_is_usable(opened):
     match = cache.match(np.append(tokens, 1))
     assert match.tokens == 96
     lose(cache, tokens, 5, 2)
-    lease = cache.fetch(match, timeout=10, deadline=10).result(10)
+    lease = cache.fetch(match, timeout=20, deadline=60).result(20)
     assert lease.tokens == 64
     lease.release()
 

@@ -147,7 +147,7 @@ def test_a_plan_can_be_made_of_a_pin(toy):
     lease = pin(toy)
     plan = toy.cache.plan_load(lease, range(4 * CHUNK // 16))
     pages = toy.cache.bind(toy.kv, toy.device)
-    result = pages.execute(plan, after=()).result(5)
+    result = pages.execute(plan, after=()).result(20)
     toy.cache.settle(plan, result)
     assert (result.tokens, pinned(toy)) == (4 * CHUNK, 4)
     lease.release()

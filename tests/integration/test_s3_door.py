@@ -195,7 +195,7 @@ def web() -> Iterator[Callable[..., str]]:
     yield start
     for server, thread in servers:
         server.shutdown()
-        thread.join(5)
+        thread.join(20)
         server.server_close()
 
 

@@ -20,8 +20,10 @@ from kvtier.tiers.store import Status, Write
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
 
 CONNECT, READ = 0.3, 0.5
+FAR = {"connect_timeout": 100.0, "read_timeout": 100.0}
 ATTEMPTS, BACKOFF = 2, 1.0
-DEADLINE = ATTEMPTS * (CONNECT + READ) + BACKOFF + 0.5  # of one request that nobody answers
+BUSY = 4.0  # what a machine with other work may take besides
+DEADLINE = ATTEMPTS * (CONNECT + READ) + BACKOFF + BUSY  # of one request that nobody answers
 MIB = 1 << 20
 TWO_RANGES = 7 * MIB
 
@@ -49,9 +51,9 @@ def proxy(s3_server):
 
 
 @pytest.fixture
-def store(s3_open, proxy) -> S3Store:
+def store(s3_hasty, proxy) -> S3Store:
     """Return a store behind the proxy that does not wait long."""
-    return s3_open(endpoint=proxy.endpoint, connect_timeout=CONNECT, read_timeout=READ)
+    return s3_hasty(endpoint=proxy.endpoint, connect_timeout=CONNECT, read_timeout=READ)
 
 
 # ------------------------------------------------------------------------------------- weather
@@ -62,9 +64,9 @@ ONE = [Fault.RESET, Fault.SHORT]
 
 @pytest.mark.parametrize("size", [10_000, TWO_RANGES])
 @pytest.mark.parametrize("fault", [*WHOLE, *ONE, Fault.XML_ERROR])
-def test_a_failed_get_is_never_a_hit_and_returns_in_time(proxy, store, fault, size):
+def test_a_failed_get_is_never_a_hit_and_returns_in_time(proxy, store, s3_open, fault, size):
     each = make_record(1, size)
-    assert store.write_many([each]) == [Status.OK]
+    assert s3_open().write_many([each]) == [Status.OK]
     proxy.inject(fault, "GET")
     began = time.monotonic()
     if fault in WHOLE:
@@ -78,7 +80,7 @@ def test_a_failed_get_is_never_a_hit_and_returns_in_time(proxy, store, fault, si
 
 
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.UNAVAILABLE, Fault.DENIED])
-def test_a_failed_put_is_never_visible(proxy, store, s3_objects, fault):
+def test_a_failed_put_is_never_visible(proxy, store, s3_open, s3_objects, fault):
     each = make_record(1, 3 * MIB)
     proxy.inject(fault, "PUT")
     for _ in range(2):
@@ -88,11 +90,13 @@ def test_a_failed_put_is_never_visible(proxy, store, s3_objects, fault):
         assert time.monotonic() - began < DEADLINE
     proxy.inject(Fault.NONE)
     assert s3_objects.listed() == []
-    assert store.contains_many([each.header.id]) == [Status.ABSENT]
-    assert list(store.scan()) == []
+    direct = s3_open()
+    assert direct.contains_many([each.header.id]) == [Status.ABSENT]
+    assert list(direct.scan()) == []
 
 
-def test_one_bad_record_does_not_spoil_the_others(proxy, store):
+def test_one_bad_record_does_not_spoil_the_others(proxy, s3_open):
+    store = s3_open(endpoint=proxy.endpoint)
     records = [make_record(number, 50_000) for number in range(4)]
     store.write_many(records)
     proxy.inject(Fault.SHORT, records[2].header.key.hex())
@@ -128,7 +132,7 @@ def test_a_batch_waits_for_a_dead_server_once(proxy, store):
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.DRIP, Fault.TRICKLE])
 def test_a_batch_is_over_at_its_deadline_whatever_the_server_does(s3_open, proxy, fault):
     """The timeouts of this store are far beyond those of a test."""
-    patient = s3_open(endpoint=proxy.endpoint, connect_timeout=100.0, read_timeout=100.0)
+    patient = s3_open(endpoint=proxy.endpoint, **FAR)
     records = [make_record(number, 50_000) for number in range(40)]
     assert patient.write_many(records) == [Status.OK] * len(records)
     proxy.inject(fault, "GET")
@@ -154,19 +158,21 @@ def test_a_server_that_is_gone_is_unavailable(s3_server, s3_open):
 
 def test_delay_is_latency_and_not_bandwidth(s3_server, s3_open):
     each = make_record(1, 5 * MIB)
-    with DelayProxy(s3_server.port, delay_s=0.1) as proxy:
+    with DelayProxy(s3_server.port) as proxy:
         store = s3_open(endpoint=proxy.endpoint)
         store.write_many([each])
+        proxy.slow(1.0)
+        proxy.hang_up()
         began = time.monotonic()
         assert statuses(store, each) == [Status.OK]
-        assert 0.1 <= time.monotonic() - began < 0.6
+        assert 1.0 <= time.monotonic() - began < 1.0 + BUSY  # each 256 KiB held up: ten seconds
 
 
 def test_a_process_exits_while_a_call_hangs(proxy, s3_location, root):
     script = f"""
 import threading
 from kvtier.storage_backends.s3 import S3Store
-store = S3Store.open({s3_location!r}, None, {{"endpoint": {proxy.endpoint!r}}})
+store = S3Store.open({s3_location!r}, None, {{"endpoint": {proxy.endpoint!r}, **{FAR}}})
 print("open", flush=True)
 input()
 threading.Thread(target=store.contains_many, args=([b"x" * 38],), daemon=True).start()
@@ -180,7 +186,5 @@ threading.Thread(target=store.contains_many, args=([b"x" * 38],), daemon=True).s
     with child:
         assert child.stdout.readline() == b"open\n"
         proxy.inject(Fault.HANG)
-        began = time.monotonic()
-        child.communicate(b"\n", timeout=20)
+        child.communicate(b"\n", timeout=40)
         assert child.returncode == 0
-        assert time.monotonic() - began < 2.0

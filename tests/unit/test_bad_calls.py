@@ -84,7 +84,7 @@ class Bench:
     def close(self) -> None:
         """End the holder's plan and lease, and see that both were as good as ever."""
         pages = self.cache.bind(self.toy.kv, self.toy.device)
-        assert pages.execute(self.plan, after=()).result(5).tokens == 4 * CHUNK
+        assert pages.execute(self.plan, after=()).result(20).tokens == 4 * CHUNK
         self.cache.settle(self.plan, OK)
         assert self.held.state is LeaseState.HELD
         self.held.release()

@@ -259,7 +259,7 @@ def test_what_a_fetch_brings_for_nobody_is_released(daemon, client, end):
     else:
         client.ask(messages.Leave(client.desk))
     assert replies == []
-    done.set_result(late.spawn(asked[0]).result(5.0))
+    done.set_result(late.spawn(asked[0]).result(20))
     assert [one.lease for one in replies] == [0]
     assert held(daemon) == 0
     assert len(daemon.sessions._holds._busy) == 0

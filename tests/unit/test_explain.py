@@ -119,15 +119,15 @@ def test_what_is_leased_pinned_saved_and_read(toy, below):
     match = toy.cache.match(TOKENS)
     with toy.cache.lease(match, deadline=30):
         assert whys(toy)[:4] == ["held"] * 4
-    with toy.cache.pin(match, seconds=30, timeout=5).result(5):
+    with toy.cache.pin(match, seconds=30, timeout=5).result(20):
         assert whys(toy)[:4] == ["pinned"] * 4
     toy.cache.clear("dram")
     below.open.clear()
-    fetch = toy.cache.fetch(match, timeout=5, deadline=5)
+    fetch = toy.cache.fetch(match, timeout=20, deadline=60)
     while whys(toy)[:4] != ["being read"] * 4:
         assert where(toy)[:4] == ["memory"] * 4
     below.open.set()
-    fetch.result(5).release()
+    fetch.result(20).release()
 
 
 # -------------------------------------------------------------------------------- why it is not
@@ -175,7 +175,7 @@ def test_a_record_that_was_spoilt_and_what_hangs_under_it(toy, below):
     toy.cache.clear("dram")
     match = toy.cache.match(TOKENS)
     below.spoilt = True
-    assert toy.cache.fetch(match, timeout=5, deadline=5).result(5) is None
+    assert toy.cache.fetch(match, timeout=20, deadline=60).result(20) is None
     assert whys(toy)[0] == "corrupt in memory, just now"
     assert toy.cache.explain(TOKENS).end == End(0, "corrupt in memory, just now.")
 
@@ -185,7 +185,7 @@ def test_a_record_that_a_tier_had_lost(toy, below):
     toy.cache.clear("dram")
     below.delete_many([toy.cache.prefix(TOKENS).names[1][0]])
     match = toy.cache.match(TOKENS)
-    toy.cache.fetch(match, timeout=5, deadline=5).result(5).release()
+    toy.cache.fetch(match, timeout=20, deadline=60).result(20).release()
     assert whys(toy)[1:3] == ["memory had lost it, just now", "an orphan: chunk 1 is in no tier"]
     found = toy.cache.explain(TOKENS)
     assert (found.usable, found.end) == (CHUNK, End(1, "memory had lost it, just now."))
@@ -252,7 +252,7 @@ def test_a_shared_tier_that_was_not_asked_yet_and_one_that_had_it_not():
     toy = Toy(kvtier.open(config, namespace=NAMESPACE))
     assert "memory was not asked yet; a fetch asks." in toy.cache.explain(TOKENS).end.why
     match = toy.cache.match(TOKENS)
-    assert toy.cache.fetch(match, timeout=5, deadline=5).result(5) is None
+    assert toy.cache.fetch(match, timeout=20, deadline=60).result(20) is None
     assert "memory had it not when asked just now." in toy.cache.explain(TOKENS).end.why
     toy.close()
 

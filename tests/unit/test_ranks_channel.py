@@ -48,11 +48,11 @@ def test_a_stopped_rank_holds_its_scheduler_up_for_a_while_only(ends, process, m
     assert channel.send("step", 1)
     assert not channel.send("step", FILLER)
     assert not channel.closed, "it may still write to what it was told of before"
-    result = pages.execute(plan(1), ()).result(1.0)
+    result = pages.execute(plan(1), ()).result(20)
     assert result.status is CopyStatus.FAILED
     assert "stopped" in result.cause
     other = Channel(theirs)
-    assert other.receive(1.0) == ["step", 1]
+    assert other.receive(20.0) == ["step", 1]
     assert other.receive(0.05) is None, "the rest, and the plan, never came whole"
 
 
@@ -82,10 +82,10 @@ def test_plans_sent_before_are_out_until_the_rank_has_ended(ends, process, monke
     ends[1].close()
     assert before.result(0.05).status is (CopyStatus.FAILED if twin else CopyStatus.TIMEOUT)
     process[0].kill()
-    assert before.result(5.0).status is CopyStatus.FAILED
+    assert before.result(20).status is CopyStatus.FAILED
 
 
 def test_a_plan_that_a_rank_never_had_is_over_at_once(ends, process):
     ends[1].close()
     after = RankedPages([Channel(ends[0])], [process[1]]).execute(plan(2), ())
-    assert after.result(5.0).cause == "OSError: rank 0: gone"
+    assert after.result(20).cause == "OSError: rank 0: gone"

@@ -98,7 +98,7 @@ class Scripted:
     def close(self) -> None:
         self.door.shutdown(socket.SHUT_RDWR)
         self.door.close()
-        self.thread.join(5.0)
+        self.thread.join(20)
 
 
 @pytest.fixture
