@@ -2,24 +2,14 @@
 
     cache = kvtier.open("dram:8GiB", "lmdb:/var/lib/kv?capacity=200GiB", namespace=namespace)
 
-Importing this package starts no thread and imports neither torch, numpy nor a storage client:
-what needs them is imported when it is first named.
+Importing this package starts no thread, and imports nothing else of it: each name is imported when
+it is first named. So the command line is there at once, to hear an interrupt.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
-
-from kvtier.errors import (
-    ConfigError,
-    KvtierError,
-    MisuseError,
-    NamespaceMismatch,
-    ProtocolError,
-)
-from kvtier.identity.geometry import Component, Geometry, Needs
-from kvtier.identity.namespace import Namespace, Request, Span
 
 if TYPE_CHECKING:
     from kvtier.cache import Cache, Match
@@ -28,6 +18,15 @@ if TYPE_CHECKING:
     from kvtier.config import Config, TierConfig
     from kvtier.daemon.worker import Worker
     from kvtier.desk import Health
+    from kvtier.errors import (
+        ConfigError,
+        KvtierError,
+        MisuseError,
+        NamespaceMismatch,
+        ProtocolError,
+    )
+    from kvtier.identity.geometry import Component, Geometry, Needs
+    from kvtier.identity.namespace import Namespace, Request, Span
     from kvtier.retention import Retention
     from kvtier.upkeep import Removed
 
@@ -59,12 +58,23 @@ __version__ = "0.1.0"
 
 _LATER: Final = {
     "Cache": "kvtier.cache:Cache",
+    "Component": "kvtier.identity.geometry:Component",
     "Config": "kvtier.config:Config",
+    "ConfigError": "kvtier.errors:ConfigError",
+    "Geometry": "kvtier.identity.geometry:Geometry",
     "Health": "kvtier.desk:Health",
+    "KvtierError": "kvtier.errors:KvtierError",
     "Match": "kvtier.cache:Match",
+    "MisuseError": "kvtier.errors:MisuseError",
+    "Namespace": "kvtier.identity.namespace:Namespace",
+    "NamespaceMismatch": "kvtier.errors:NamespaceMismatch",
+    "Needs": "kvtier.identity.geometry:Needs",
+    "ProtocolError": "kvtier.errors:ProtocolError",
     "Quota": "kvtier.catalog.owners:Quota",
     "Removed": "kvtier.upkeep:Removed",
+    "Request": "kvtier.identity.namespace:Request",
     "Retention": "kvtier.retention:Retention",
+    "Span": "kvtier.identity.namespace:Span",
     "TierConfig": "kvtier.config:TierConfig",
     "Worker": "kvtier.daemon.worker:Worker",
     "open": "kvtier.cache:open_cache",

@@ -12,15 +12,14 @@ from typing import Any, Final, NoReturn
 import click
 
 import kvtier
+from kvtier.cli.interrupts import FATAL, INTERRUPTED
 from kvtier.cli.output import drop_stdout
 from kvtier.errors import KvtierError, unknown
 
 __all__ = ["CommandGroup", "main", "run"]
 
 _BAD_INPUT: Final = 2
-_INTERRUPTED: Final = 130
 _UNWRITTEN: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE)
-_FATAL: Final = 128  # added to a signal's number, as shells do
 
 
 class CommandGroup(click.Group):
@@ -88,7 +87,7 @@ def run(args: Sequence[str] | None = None) -> int:
     except click.ClickException as error:
         return _bad_input(error.format_message())
     except click.Abort:
-        return _INTERRUPTED
+        return INTERRUPTED
     except KvtierError as error:
         return _bad_input(str(error))
     except OSError as error:
@@ -122,4 +121,4 @@ def _bad_input(message: str) -> int:
 def _terminate(number: int, frame: object) -> NoReturn:
     """Unwind, so that children, servers and temporary files go too."""
     del frame
-    sys.exit(_FATAL + number)
+    sys.exit(FATAL + number)

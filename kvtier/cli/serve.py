@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from kvtier.cli.interrupts import AtOnce
 from kvtier.cli.output import drop_stdout
 from kvtier.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvtier.daemon.principals import Principal
     from kvtier.daemon.settings import Ails, Down, Started
@@ -73,6 +74,18 @@ def serve(
     It runs until SIGTERM or SIGINT; then what waits is written down first. It logs to stderr from
     the level in KVTIER_LOG_LEVEL on: debug, info (the default), warning or error.
     """
+    with AtOnce():
+        return _serve(tiers, config, path, print_config, _Teller(as_json=as_json), recording)
+
+
+def _serve(
+    tiers: tuple[str, ...],
+    config: Path | None,
+    path: str | None,
+    print_config: bool,  # noqa: FBT001
+    tell: _Teller,
+    recording: Mapping[str, str | None],
+) -> int:
     from kvtier.daemon.logs import set_up
     from kvtier.daemon.principals import of_file, of_urls
 
@@ -87,7 +100,7 @@ def serve(
         return 0
     _check_memory(found)
     set_up()
-    return _run(found, _Teller(as_json=as_json))
+    return _run(found, tell)
 
 
 class _Teller:
@@ -117,8 +130,11 @@ def _run(found: Sequence[Principal], tell: _Teller) -> int:
 
     bell = os.eventfd(0, os.EFD_CLOEXEC)
     running: list[Supervisor] = []
+    told = False
 
     def end(*_: object) -> None:
+        nonlocal told
+        told = True
         for supervisor in running:
             supervisor.end()
         os.eventfd_write(bell, 1)
@@ -130,6 +146,8 @@ def _run(found: Sequence[Principal], tell: _Teller) -> int:
         for one in found:  # all of them, before a thread runs: a place is taken as its user
             running.append(Supervisor(one.settings, one.path, tell=_news(one, tell)))
             undo.callback(running[-1].close)
+        if told:  # while some of them were not there yet
+            end()
         for supervisor in running:  # all at once: each opens tiers of its own
             supervisor.begin(lambda: os.eventfd_write(bell, 1))
         with contextlib.suppress(CancelledError):  # a signal came before all of them served
