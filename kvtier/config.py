@@ -311,12 +311,12 @@ def load_store(entry: EntryPoint) -> type[Store]:
     return store
 
 
-def parse_options(shown: str, query: str) -> dict[str, str]:
-    """Read ``a=b&c=d``, refusing what is malformed or said twice. shown: what errors name."""
+def parse_options(shown: str, query: str, like: str = "?capacity=8GiB&a=b") -> dict[str, str]:
+    """Read ``a=b&c=d``, refusing what is malformed or said twice. shown, like: for errors."""
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
     except ValueError as error:
-        raise ConfigError(f"the options of {shown!r} must look like ?capacity=8GiB&a=b") from error
+        raise ConfigError(f"the options of {shown!r} must look like {like}") from error
     given = dict(pairs)
     if len(given) < len(pairs):
         raise ConfigError(f"an option of {shown!r} is given twice")

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Final
 
 import click
 
 from kvtier.bench.settings import RANDOM, Settings
 from kvtier.cli.bench_options import Common, Output, common, number, run_workload, with_options
-from kvtier.cli.kinds import PART
-from kvtier.cli.traces import BLOCK_SIZE, SKIP_BAD, read
+from kvtier.cli.kinds import ABOVE_ZERO
+from kvtier.cli.traces import in_time, read, source_options
 from kvtier.errors import ConfigError
 from kvtier.units import parse_bytes
 
@@ -22,13 +20,13 @@ _PROMPTS: Final = 512
 _MANY_PROMPTS: Final = 1000
 _PREFILL: Final = 5000.0
 _OUTPUT: Final = 2
-_POSITIVE: Final = click.FloatRange(min=0, min_open=True)
 
 
 @click.command("trace", short_help="A recorded trace, with each further tier.")
-@click.argument("file", type=click.Path(path_type=Path))
+@click.argument("source", metavar="TRACE")
+@source_options(warmup=0.0)
+@in_time()
 @with_options(
-    BLOCK_SIZE,
     click.option(
         "--scale",
         metavar="PART",
@@ -44,30 +42,16 @@ _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
         help=f"Tokens of an answer, at most.  [default: {_OUTPUT}, of a clock 1]",
     ),
     click.option(
-        "--warmup",
-        type=PART,
-        default=0.0,
-        show_default=True,
-        help="Fraction of the requests that only fill the caches.",
-    ),
-    click.option(
         "--request-rate",
-        type=_POSITIVE,
+        type=ABOVE_ZERO,
         metavar="N",
         help="Requests a second, at the trace's own pace; by default, one after the other.",
     ),
     click.option(
         "--speed-up",
-        type=_POSITIVE,
+        type=ABOVE_ZERO,
         metavar="N",
         help="Or: let them arrive so much faster than they were recorded.",
-    ),
-    click.option(
-        "--time-unit",
-        type=click.Choice(["ms", "s"]),
-        default="ms",
-        show_default=True,
-        help="Of the trace's timestamps: Mooncake's are ms, Bailian's s.",
     ),
     click.option(
         "--timing-model",
@@ -76,7 +60,7 @@ _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
     ),
     click.option(
         "--prefill",
-        type=_POSITIVE,
+        type=ABOVE_ZERO,
         metavar="TOKENS/S",
         help=f"Tokens of the trace that the clock computes in a second.  [default: {_PREFILL:g}]",
     ),
@@ -92,29 +76,29 @@ _POSITIVE: Final = click.FloatRange(min=0, min_open=True)
         help="KV of a token of the model that the capacities are meant for, such as 320KiB; they "
         "are scaled to the model here.",
     ),
-    SKIP_BAD,
 )
 @common(Common("recompute,hbm,dram,lmdb", model=RANDOM, disk=None, chunked=False))
-def trace(settings: Settings, output: Output, file: Path, **options: Any) -> int:
+def trace(settings: Settings, output: Output, source: str, **options: Any) -> int:
     """Serve the requests of a trace: what its hit rates and times would be, tier by tier.
 
-    Reads what `kvtier replay` reads: JSON lines of Mooncake, Bailian, Cache.record and `kvtier
-    serve --record`, plain, .gz or .zst. Equal hashes become equal tokens. Each arm has the tiers
+    A TRACE is what `kvtier replay` takes: a file of JSON lines of Mooncake, Bailian, Cache.record
+    and `kvtier serve --record`, plain, .gz or .zst, or a 'workload:…' that is drawn. Equal hashes
+    become equal tokens; answers are the engine's own. Each arm has the tiers
     of the one before it and one more, of a size that decides what is found: recompute (no cache),
     hbm (the engine's own prefix cache), dram, lmdb, s3. A chunk of the cache is a block of the
     trace.
     """
     from kvtier.bench.recorded import block_tokens, recorded
     from kvtier.cli.progress import progress
-    from kvtier.planning.files import trace_files
+    from kvtier.planning.sources import sources
 
     _check(options)
     clock = options["timing_model"]
-    (files,) = trace_files([file])
-    block_size = files.block_tokens(options["block_size"])
+    named = sources([source])[0]
+    block_size = named.block_tokens(options["block_size"])
     size = block_tokens(block_size, options["scale"])
     with progress() as tell:
-        found = read(files, block_size, tell, skip_bad=options["skip_bad"])
+        found = read(named, options, tell)
     hbm, per_token = (
         None if options[name] is None else parse_bytes(options[name])
         for name in ("hbm", "bytes_per_token")
@@ -125,7 +109,7 @@ def trace(settings: Settings, output: Output, file: Path, **options: Any) -> int
         num_prompts=options["num_prompts"] or (_MANY_PROMPTS if clock else _PROMPTS),
         output_len=options["output_len"] or (1 if clock else _OUTPUT),
         warmup=options["warmup"],
-        seconds_per_unit=1e-3 if options["time_unit"] == "ms" else 1.0,
+        seconds_per_unit=found.seconds_per_unit,
         speed_up=options["speed_up"],
         request_rate=options["request_rate"],
         hbm=hbm,
@@ -140,9 +124,6 @@ def trace(settings: Settings, output: Output, file: Path, **options: Any) -> int
 
 def _check(options: dict[str, Any]) -> None:
     """Raise ConfigError for options that do not go together."""
-    for name in ("request_rate", "speed_up", "prefill"):
-        if options[name] is not None and not options[name] < math.inf:
-            raise ConfigError(f"--{name.replace('_', '-')} is a number, not {options[name]}")
     if options["request_rate"] is not None and options["speed_up"] is not None:
         raise ConfigError("--request-rate and --speed-up both say when requests come; name one")
     if options["prefill"] is not None and not options["timing_model"]:

@@ -13,7 +13,10 @@ from kvtier.errors import ConfigError
 from kvtier.retention import Retention
 from kvtier.units import parse_seconds
 
-__all__ = ["DIRECTORY", "PART", "PRIORITY", "TTL", "Count"]
+__all__ = ["ABOVE_ZERO", "DIRECTORY", "PART", "PRIORITY", "TTL", "Count"]
+
+_LEAST_RATE: Final = 1e-6
+_MOST_RATE: Final = 1e12
 
 
 class Count(click.IntRange):
@@ -36,6 +39,24 @@ class _Part(click.FloatRange):
 
 
 PART: Final = _Part(0, 1, max_open=True)
+
+
+class _AboveZero(click.FloatRange):
+    """A number of something in a second: above nothing, and neither endless nor NaN."""
+
+    name = "number"
+
+    def __init__(self) -> None:
+        super().__init__(min=_LEAST_RATE, max=_MOST_RATE)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if math.isnan(number):  # which no comparison refuses
+            self.fail(f"{value} is not a number.", param, ctx)
+        return number
+
+
+ABOVE_ZERO: Final = _AboveZero()
 
 
 class _Directory(click.Path):

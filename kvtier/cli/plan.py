@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvtier.cli.kinds import PART
 from kvtier.cli.output import REPORT, write_report
-from kvtier.cli.traces import BLOCK_SIZE, SKIP_BAD, read
-from kvtier.errors import unknown
+from kvtier.cli.traces import in_money, in_time, prices_of, read, source_options
+from kvtier.errors import ConfigError, unknown
 from kvtier.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
 
     from kvtier.planning.curve import Curve
     from kvtier.planning.sizing import Budget
+    from kvtier.planning.sources import Source
     from kvtier.planning.stack import Stack
 
 __all__ = ["plan"]
@@ -35,41 +34,15 @@ _GB: Final = 10**9
 @click.option("--kv", metavar="TYPE", default="fp16", show_default=True, help="fp32 to fp4.")
 @click.option("--activations", metavar="SIZE", help="A GPU; estimated unless given.")
 @click.option("--overhead", metavar="SIZE", help="A GPU: context, graphs; estimated unless given.")
+@click.option("--trace", metavar="FILE", help="Requests that were recorded; as of `kvtier replay`.")
 @click.option(
-    "--trace",
-    type=click.Path(path_type=Path),
-    help="Recorded requests, for the hit rate of caches of all sizes.",
+    "--workload",
+    metavar="KIND?NAME=VALUE&…",
+    help="Or requests that are drawn, such as 'multi-turn?rate=4&turns=5': see --help-workloads.",
 )
-@BLOCK_SIZE
-@SKIP_BAD
-@click.option(
-    "--warmup",
-    type=PART,
-    default=0.5,
-    show_default=True,
-    help="Fraction of the trace that only fills the cache.",
-)
-@click.option(
-    "--prefill",
-    type=click.FloatRange(min=0, min_open=True),
-    default=5000.0,
-    show_default=True,
-    metavar="TOKENS/S",
-    help="What the engine computes in a second; for the times that --trace gives.",
-)
-@click.option(
-    "--time-unit",
-    type=click.Choice(["ms", "s"]),
-    default="ms",
-    show_default=True,
-    help="Of the trace's timestamps: Mooncake's are ms, Bailian's s.",
-)
-@click.option(
-    "--prices",
-    type=click.Path(path_type=Path),
-    metavar="FILE.toml",
-    help="What a month costs. `kvtier replay --help-prices` shows the keys.",
-)
+@source_options(warmup=0.5)
+@in_money("for the times and the money below")
+@in_time()
 @click.option(
     "--json", "json_file", type=REPORT, metavar="FILE", help="Write the report; - is stdout."
 )
@@ -78,27 +51,27 @@ def plan(model: str, json_file: str | None, **options: Any) -> int:
 
     MODEL is a name of the table (a wrong one names the nearest), a config.json, or sizes such as
     layers=80,hidden=8192,heads=64,kv_heads=8,head_size=128,intermediate=28672,vocabulary=128256
-    (with parameters=N, latent=N where need be). With --trace,
-    the hit rate of a cache of each size is replayed, beside the optimum, with the size from which
-    on doubling it gains less than one point; then the trace is replayed through DRAM and a disk of
-    that size, for times and money. The exit status is 1 when the model does not fit.
+    (with parameters=N, latent=N where need be).
+
+    With --trace or --workload, the hit rate of a cache of each size is replayed, beside the
+    optimum, with the size from which on doubling it gains less than one point; then the requests
+    are replayed through DRAM and a disk of that size, for times and money.
+
+    The exit status is 1 when the model does not fit.
     """
     from kvtier.cli.progress import progress
     from kvtier.planning.advice import advised
     from kvtier.planning.curve import curve
-    from kvtier.planning.files import trace_files
     from kvtier.planning.models import model_size
-    from kvtier.planning.prices import Prices, read_prices
     from kvtier.planning.sizing import budget
 
-    prices = read_prices(options["prices"]) if options["prices"] else Prices()
+    prices, source = prices_of(options), _source(options)
     found = budget(model_size(model), _setting(options))
     drawn: Curve | None = None
     tiers: Stack | None = None
-    if options["trace"] is not None:
-        (files,) = trace_files([options["trace"]])
+    if source is not None:
         with progress() as tell:
-            trace = read(files, options["block_size"], tell, skip_bad=options["skip_bad"])
+            trace = read(source, options, tell)
             warmup = options["warmup"]
             drawn = curve(trace, found.bytes_per_token, found.tokens, warmup=warmup, tell=tell)
             tiers = advised(
@@ -107,7 +80,6 @@ def plan(model: str, json_file: str | None, **options: Any) -> int:
                 found.bytes_per_token,
                 prefill=options["prefill"],
                 prices=prices,
-                seconds_per_unit=1e-3 if options["time_unit"] == "ms" else 1.0,
                 tell=tell,
             )
     report = _encoded(found, drawn, tiers)
@@ -116,6 +88,19 @@ def plan(model: str, json_file: str | None, **options: Any) -> int:
     if json_file is not None:
         write_report(report.decode() + "\n", json_file)
     return 0 if found.fits else 1
+
+
+def _source(options: dict[str, Any]) -> Source | None:
+    """Return where requests come from, if that was said. Raises ConfigError."""
+    from kvtier.planning.sources import sources
+    from kvtier.planning.workloads import parse_workload
+
+    trace, workload = options["trace"], options["workload"]
+    if workload is not None:
+        if trace is not None:
+            raise ConfigError("--trace and --workload both say what is asked; name one")
+        return parse_workload(workload)
+    return None if trace is None else sources([trace])[0]
 
 
 def _setting(options: dict[str, Any]) -> Any:

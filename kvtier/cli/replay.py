@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from kvtier.cli.kinds import PART, PRIORITY, TTL
+from kvtier.cli.kinds import PRIORITY, TTL
 from kvtier.cli.output import PLOT, REPORT, write_report
 from kvtier.cli.stack import replay_stack
-from kvtier.cli.traces import BLOCK_SIZE, SKIP_BAD, read
+from kvtier.cli.traces import in_money, in_time, read, source_options
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, parse_bytes
 
@@ -20,30 +20,26 @@ if TYPE_CHECKING:
 __all__ = ["replay"]
 
 
-def _print_prices(context: click.Context, _: click.Parameter, wanted: bool) -> None:  # noqa: FBT001
-    """Print the prices as a TOML file that can be edited."""
-    import msgspec
-
-    from kvtier.planning.prices import Prices
-
-    if wanted:
-        click.echo(
-            "\n".join(f"{key} = {value}" for key, value in msgspec.structs.asdict(Prices()).items())
-        )
-        context.exit()
-
-
 _MOST_POINTS: Final = 64
-UNITS: Final = {"ms": 1e-3, "s": 1.0}
 
 
-@click.command("replay", short_help="Replay a recorded trace under several policies.")
-@click.argument("traces", nargs=-1, required=True, type=click.Path(path_type=Path))
-@BLOCK_SIZE
+@click.command("replay", short_help="Replay requests under several policies.")
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
+@source_options(warmup=0.0)
+@click.option(
+    "--policy",
+    metavar="NAME,NAME|all",
+    default="lru,optimal",
+    show_default=True,
+    help="Policies to try.",
+)
 @click.option("--capacity-blocks", metavar="N,N", help="Capacities to try, in blocks.")
 @click.option("--capacity", metavar="SIZE,SIZE", help="The same in bytes, such as 8GiB,64GiB.")
+@click.option("--sweep", is_flag=True, help="Try capacities from 1/64 of the blocks to all.")
 @click.option(
-    "--bytes-per-token", metavar="SIZE", help="KV of one token, such as 320KiB; for --capacity."
+    "--bytes-per-token",
+    metavar="SIZE",
+    help="KV of one token, such as 320KiB; for --capacity and --tier.",
 )
 @click.option(
     "--model",
@@ -52,49 +48,6 @@ UNITS: Final = {"ms": 1e-3, "s": 1.0}
 )
 @click.option(
     "--kv", metavar="TYPE", default="fp16", show_default=True, help="fp32 to fp4; for --model."
-)
-@click.option(
-    "--tier",
-    "tiers",
-    multiple=True,
-    metavar="NAME:SIZE@SPEED+LATENCY",
-    help="Tiers, DRAM first, instead of capacities: dram:64GiB@25GB/s, "
-    "lmdb:1TiB@5GB/s+100us, s3:unbounded@1GB/s+20ms.",
-)
-@click.option(
-    "--prefill",
-    type=click.FloatRange(min=0, min_open=True),
-    default=5000.0,
-    show_default=True,
-    metavar="TOKENS/S",
-    help="What the engine computes in a second; for --tier.",
-)
-@click.option(
-    "--time-unit",
-    type=click.Choice(["ms", "s"]),
-    default="ms",
-    show_default=True,
-    help="Of the trace's timestamps: Mooncake's are ms, Bailian's s; for --tier and --ttl.",
-)
-@click.option(
-    "--prices",
-    type=click.Path(path_type=Path),
-    metavar="FILE.toml",
-    help="What a month costs; for --tier. `kvtier replay --help-prices` shows the keys.",
-)
-@click.option(
-    "--at-times",
-    is_flag=True,
-    help="Let requests come at the trace's times and wait for each other; for --tier.",
-)
-@click.option("--always-load", is_flag=True, help="Load what computing is faster than, too.")
-@click.option(
-    "--help-prices",
-    is_flag=True,
-    is_eager=True,
-    callback=_print_prices,
-    expose_value=False,
-    help="Show the prices that are assumed.",
 )
 @click.option(
     "--ttl",
@@ -110,73 +63,76 @@ UNITS: Final = {"ms": 1e-3, "s": 1.0}
     metavar="START:STOP=LEVEL",
     help="Keep these tokens of every prompt longer, such as 0:2048=10, as a Retention does.",
 )
-@click.option("--sweep", is_flag=True, help="Try capacities from 1/64 of the blocks to all.")
-@click.option(
-    "--policy",
-    metavar="NAME,NAME|all",
-    default="lru,optimal",
-    show_default=True,
-    help="Policies to try.",
-)
-@click.option(
-    "--warmup",
-    type=PART,
-    default=0.0,
-    show_default=True,
-    help="Fraction of the requests that only fill the cache.",
-)
 @click.option(
     "--servable/--no-servable",
     default=True,
     help="Evict no block that another hangs under, as the live cache does; other simulators do.",
 )
-@SKIP_BAD
+@click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    metavar="NAME:SIZE@SPEED+LATENCY",
+    help="Tiers, DRAM first, instead of capacities: dram:64GiB@25GB/s, "
+    "lmdb:1TiB@5GB/s+100us, s3:unbounded@1GB/s+20ms.",
+)
+@click.option(
+    "--at-times",
+    is_flag=True,
+    help="Let requests come at the trace's times and wait for each other; for --tier.",
+)
+@click.option(
+    "--always-load", is_flag=True, help="Load what computing is faster than, too; for --tier."
+)
+@in_money("for --tier")
+@in_time(", for --tier and --ttl")
 @click.option("--plot", type=PLOT, metavar="FILE.png", help="Draw the hit rate over the capacity.")
 @click.option(
     "--json", "json_file", type=REPORT, metavar="FILE", help="Write the report; - is stdout."
 )
 def replay(
-    traces: tuple[Path, ...],
-    block_size: int | None,
-    policy: str,
-    warmup: float,
-    json_file: str | None,
-    **options: Any,
+    traces: tuple[str, ...], policy: str, warmup: float, json_file: str | None, **options: Any
 ) -> int:
-    """Replay recorded requests through one tier of a cache, under several policies.
+    """Replay requests through one tier of a cache, under several policies; or through tiers.
 
-    Reads Mooncake's and Bailian's JSON lines, plain, .gz or .zst, and what `kvtier serve --record`
-    and Cache.record wrote, where FILE stands for FILE.1 and so on, too. A request hits the leading
-    run of its blocks that are there. The policies are those of the live cache, and some that it is
-    compared with; ``optimal`` knows the future, and no policy can exceed it; the ceiling is a tier
-    without bounds.
+    A TRACE is a file of Mooncake's or Bailian's JSON lines, plain, .gz or .zst; or what `kvtier
+    serve --record` and Cache.record wrote, where FILE stands for FILE.1 and so on, too; or a
+    workload that is drawn, such as 'workload:multi-turn?requests=2000&rate=4&seed=1', see
+    --help-workloads.
+
+    Name capacities with --capacity-blocks, --capacity or --sweep, and get the hit rate of each
+    policy at each. A request hits the leading run of its blocks that are there. The policies are
+    those of the live cache, and some that it is compared with; optimal knows the future, and no
+    policy can exceed it; the ceiling is a tier without bounds.
+
+    Or name the tiers of a stack with --tier, and get hits by tier beside what no policy could
+    exceed, bytes, times to first token, the life of drives, and money.
     """
     from kvtier.cli.plot import draw
     from kvtier.cli.progress import progress
-    from kvtier.planning.files import trace_files
     from kvtier.planning.replay import chosen, encode, overlay_of
     from kvtier.planning.replay import replay as run
+    from kvtier.planning.sources import sources
 
     names = chosen(policy)
-    found = trace_files(traces)
+    found = sources(traces)
     _take_model(options)
     plot = options["plot"]
     if options["tiers"]:
-        return replay_stack(found, block_size, names, warmup, json_file, options)
+        return replay_stack(found, names, warmup, json_file, options)
     for name in ("prices", "always_load", "at_times"):
         if options[name]:
             raise ConfigError(f"--{name.replace('_', '-')} is of tiers: name them with --tier")
-    block = _block_bytes(options["bytes_per_token"], found[0].block_tokens(block_size))
+    block = _block_bytes(options["bytes_per_token"], found[0].block_tokens(options["block_size"]))
     sizes = _sizes(options["capacity_blocks"], options["capacity"], block)
     if not sizes and not options["sweep"]:
         raise ConfigError(
             "name capacities: --capacity-blocks 1000,10000, --capacity, --sweep, or a --tier"
         )
     replays: list[Replay] = []
-    unit = UNITS[options["time_unit"]]
     with progress() as tell:
-        for files in found:
-            trace = read(files, block_size, tell, skip_bad=options["skip_bad"])
+        for source in found:
+            trace = read(source, options, tell)
             swept = _swept(trace.unique) if options["sweep"] else []
             points = sorted({*sizes, *swept})
             replays.append(
@@ -186,7 +142,7 @@ def replay(
                     points,
                     warmup=warmup,
                     servable=options["servable"],
-                    overlay=overlay_of(trace, options["priorities"], options["ttl"], unit),
+                    overlay=overlay_of(trace, options["priorities"], options["ttl"]),
                     tell=tell,
                 )
             )
@@ -270,8 +226,9 @@ def _show(found: Replay, block_bytes: int | None) -> None:
         table.add_row(policy, *(f"{rates[point]:.1f}" for point in points))
     table.add_row("ceiling", *(f"{found.ceiling.hit_rate_tokens:.1f}" for _ in points))
     console.print(table)
+    both = " with those of the answers" if found.answer_blocks else ""
     console.print(
         f"{found.requests:,} requests, {found.blocks:,} blocks of {found.block_tokens} tokens, "
-        f"{found.unique_blocks:,} different; of {found.denominator}",
+        f"{found.unique_blocks:,} different{both}; of {found.denominator}",
         highlight=False,
     )

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from kvtier.cli.output import write_report
-from kvtier.cli.traces import read
+from kvtier.cli.traces import prices_of, read
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 if TYPE_CHECKING:
-    from kvtier.planning.files import TraceFiles
+    from kvtier.planning.sources import Source
     from kvtier.planning.stack import Level, Stack
 
 __all__ = ["parse_level", "replay_stack", "show_stack"]
@@ -39,8 +38,7 @@ def parse_level(text: str) -> Level:
 
 
 def replay_stack(
-    traces: Sequence[TraceFiles],
-    block_size: int | None,
+    traces: Sequence[Source],
     policies: Sequence[str],
     warmup: float,
     json_file: str | None,
@@ -50,7 +48,6 @@ def replay_stack(
     import msgspec
 
     from kvtier.cli.progress import progress
-    from kvtier.planning.prices import Prices, read_prices
     from kvtier.planning.replay import OPTIMAL, make_policy, overlay_of
     from kvtier.planning.stack import Speeds, simulate_stack
 
@@ -58,12 +55,11 @@ def replay_stack(
     names = [name for name in policies if name != OPTIMAL]
     if not names:
         raise ConfigError(f"--tier needs a policy; {OPTIMAL} is given as the bound")
-    prices = read_prices(options["prices"]) if options["prices"] else Prices()
+    prices = prices_of(options)
     found: list[Stack] = []
-    unit = 1e-3 if options["time_unit"] == "ms" else 1.0
     with progress() as tell:
-        for files in traces:
-            trace = read(files, block_size, tell, skip_bad=options["skip_bad"])
+        for source in traces:
+            trace = read(source, options, tell)
             found += [
                 simulate_stack(
                     trace,
@@ -73,10 +69,10 @@ def replay_stack(
                     speeds=Speeds(1 / options["prefill"]),
                     prices=prices,
                     warmup=warmup,
-                    seconds_per_unit=unit,
+                    seconds_per_unit=trace.seconds_per_unit,
                     always=options["always_load"],
                     at_times=options["at_times"],
-                    overlay=overlay_of(trace, options["priorities"], options["ttl"], unit),
+                    overlay=overlay_of(trace, options["priorities"], options["ttl"]),
                     tell=tell,
                 )
                 for name in names
@@ -104,8 +100,6 @@ def _levels(options: Mapping[str, Any]) -> list[Level]:
             raise ConfigError(f"--tier says the capacities itself; leave --{option} out")
     if not options["servable"]:
         raise ConfigError("--tier evicts as the live cache does; leave --no-servable out")
-    if not 0 < options["prefill"] < math.inf:
-        raise ConfigError("--prefill is the tokens that an engine computes in a second")
     if options["bytes_per_token"] is None:
         raise ConfigError("--tier needs --bytes-per-token, such as 320KiB; `kvtier plan` says it")
     return levels

@@ -1,8 +1,8 @@
 """Advice: the tiers to buy for a trace, and what they would bring.
 
 A disk of the size from which on doubling it stops paying, and above it DRAM of an eighth of that,
-or of the longest prompt, since all of it comes up into DRAM. Speeds are those of one NVMe drive and
-of one PCIe 4.0 x16 link, as round numbers.
+or of the longest prompt with its answer, since all of it comes up into DRAM. Speeds are those of
+one NVMe drive and of one PCIe 4.0 x16 link, as round numbers.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ def advised(
     *,
     prefill: float,
     prices: Prices,
-    seconds_per_unit: float = 1e-3,
     tell: Callable[[str, int, int], None] | None = None,
 ) -> Stack:
     """Replay a trace through the tiers that are advised.
 
-    prefill: tokens that the engine computes in a second. seconds_per_unit: of the timestamps.
+    prefill: tokens that the engine computes in a second.
     """
-    longest = max(len(blocks) for blocks, _ in trace.requests()) * trace.block_tokens
+    longest = max(len(blocks) for blocks, _, _ in trace.served()) * trace.block_tokens
     dram = max(curve.knee // _DRAM_SHARE, max(longest, trace.block_tokens) * bytes_per_token)
     levels = [
         Level("dram", dram, _DRAM_BYTES_PER_S),
@@ -52,6 +51,6 @@ def advised(
         speeds=Speeds(1 / prefill),
         prices=prices,
         warmup=curve.warmup,
-        seconds_per_unit=seconds_per_unit,
+        seconds_per_unit=trace.seconds_per_unit,
         tell=tell,
     )

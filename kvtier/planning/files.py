@@ -29,6 +29,11 @@ class TraceFiles:
         """The newest, which gives the trace its name."""
         return self.paths[-1]
 
+    @property
+    def name(self) -> str:
+        """That name."""
+        return self.path.name
+
     def block_tokens(self, given: int | None) -> int:
         """Return the tokens of a block: as given, or as recorded; 512 where neither says it."""
         found = None if given is not None else _BLOCK.search(_head(self.paths[0]))

@@ -57,12 +57,17 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """A trace's replay. notes: what is missing of it. denominator: what the rates are of."""
+    """A trace's replay. notes: what is missing of it. denominator: what the rates are of.
+
+    blocks: of all prompts; answer_blocks: that come in with answers, where they are known;
+    unique_blocks: different ones of both.
+    """
 
     trace: str
     block_tokens: int
     requests: int
     blocks: int
+    answer_blocks: int
     unique_blocks: int
     skipped_lines: int
     notes: list[str]
@@ -129,6 +134,7 @@ def replay(
         block_tokens=trace.block_tokens,
         requests=len(trace),
         blocks=trace.uses,
+        answer_blocks=trace.entries - trace.uses,
         unique_blocks=trace.unique,
         skipped_lines=trace.skipped,
         notes=trace.notes,
@@ -144,19 +150,18 @@ def overlay_of(
     trace: Trace,
     ranges: Sequence[tuple[int, int | None, int]],
     ttl: float | None,
-    seconds_per_unit: float = 1e-3,
 ) -> Overlay:
     """Return what lies above the policies of a trace's replay.
 
     ranges: tokens [start, stop) of every prompt, and the priority of the blocks that they overlap;
-    where several do, the highest. ttl: in seconds. seconds_per_unit: of the trace's timestamps.
+    where several do, the highest. ttl: in seconds.
     """
     size, levels = trace.block_tokens, []
     for depth in trace.depths() if ranges else ():
         first, stop = depth * size, (depth + 1) * size
         found = [level for a, b, level in ranges if a < stop and (b is None or first < b)]
         levels.append(max(found, default=0))
-    return Overlay(levels, None if ttl is None else ttl / seconds_per_unit)
+    return Overlay(levels, None if ttl is None else ttl / trace.seconds_per_unit)
 
 
 def encode(replays: Sequence[Replay]) -> bytes:

@@ -2,7 +2,8 @@
 
 A request hits the leading run of its blocks that are there; these count as used, deepest first, so
 that a tail is older than its head. Then room is made for the others, all of it before the first of
-them comes in, and they come in heads first, as the live cache has it. A block leaves only once
+them comes in, and they come in heads first, as the live cache has it, those of the answer, where
+they are known, with those of the prompt. A block leaves only once
 nothing that hangs under it is left (no headless tails). Where `servable` is off any block may
 leave, and blocks are used and come in one by one, deepest first, as most simulators have it.
 
@@ -261,11 +262,11 @@ def simulate(
     tier = Tier(trace, policy, most, servable=servable, overlay=overlay)
     hits, inside = Hits(), tier.inside
     first = int(len(trace) * warmup)
-    for number, (blocks, tokens) in enumerate(trace.requests()):
+    for number, (blocks, asked, tokens) in enumerate(trace.served()):
         tier.pass_time(trace.time(number))
         run = leading(blocks, inside)
         if number >= first:
-            hits.count(len(blocks), run, tokens, trace.block_tokens)
+            hits.count(asked, min(run, asked), tokens, trace.block_tokens)
         tier.use(blocks, run)
         if tell is not None and not number % 256:
             tell(number)

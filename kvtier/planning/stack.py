@@ -169,10 +169,10 @@ class Tiers:
     def save_all(self, trace: Trace, ended: Iterable[int]) -> None:
         """See ``save``, of requests of a trace."""
         for number in ended:
-            self.save(trace.blocks(number))
+            self.save(trace.computed(number))
 
     def save(self, blocks: Sequence[int]) -> None:
-        """Let what was computed of a prompt come in: all that is in no tier."""
+        """Let what was computed come in, of a prompt and its answer: all that is in no tier."""
         insides = [tier.inside for tier in self.tiers]
         found = sum(
             1 for _ in itertools.takewhile(lambda one: any(i[one] for i in insides), blocks)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gzip
 import io
+import itertools
 import json
 import zlib
 from array import array
@@ -35,6 +36,7 @@ class Trace:
 
     parent: of each block, the one before it, or -1. recording: whose salt the hashes have, if
     that is said. skipped: bad lines that were left out. notes: what else is missing, in words.
+    seconds_per_unit: of the times.
     """
 
     def __init__(self, name: str, block_tokens: int) -> None:
@@ -42,11 +44,14 @@ class Trace:
         self.block_tokens = block_tokens
         self.parent = array("i")
         self.recording = ""
+        self.seconds_per_unit = 1e-3
         self.skipped = 0
         self.notes: list[str] = []
         self._numbers: dict[object, int] = {}
         self._blocks = array("i")
-        self._ends = array("q")
+        self._asked = array("q")  # where a prompt ends in the blocks
+        self._ends = array("q")  # where its answer does
+        self._uses = 0
         self._tokens = array("q")
         self._outputs = array("q")
         self._times = array("d")
@@ -62,26 +67,50 @@ class Trace:
 
     @property
     def uses(self) -> int:
-        """Blocks of all requests together."""
+        """Blocks of all prompts together."""
+        return self._uses
+
+    @property
+    def entries(self) -> int:
+        """The same with those of the answers."""
         return len(self._blocks)
 
     def blocks(self, number: int) -> Sequence[int]:
-        """Return the blocks of a request, in order."""
+        """Return the blocks of a prompt, in order."""
+        return self._blocks[self._ends[number - 1] if number else 0 : self._asked[number]]
+
+    def computed(self, number: int) -> Sequence[int]:
+        """Return the blocks that are there when a request has been served: its answer's, too."""
         return self._blocks[self._ends[number - 1] if number else 0 : self._ends[number]]
 
     def requests(self) -> Iterator[tuple[Sequence[int], int]]:
-        """Yield blocks and prompt tokens of each request."""
+        """Yield blocks and tokens of each prompt."""
+        for blocks, asked, tokens in self.served():
+            yield blocks[:asked], tokens
+
+    def served(self) -> Iterator[tuple[Sequence[int], int, int]]:
+        """Yield the blocks of each prompt and its answer, how many are the prompt's, its tokens."""
         begin = 0
-        for end, tokens in zip(self._ends, self._tokens, strict=True):
-            yield self._blocks[begin:end], tokens
+        for asked, end, tokens in zip(self._asked, self._ends, self._tokens, strict=True):
+            yield self._blocks[begin:end], asked - begin, tokens
             begin = end
 
-    def add(self, time: float, tokens: int, output: int, hashes: Sequence[object]) -> None:
-        """Append a request. Raises ConfigError for hashes that do not name prefixes."""
+    def add(
+        self,
+        time: float,
+        tokens: int,
+        output: int,
+        hashes: Sequence[object],
+        answer: Sequence[object] = (),
+    ) -> None:
+        """Append a request. answer: hashes of the blocks that the answer fills, if known.
+
+        Raises ConfigError for hashes that do not name prefixes.
+        """
         numbers, parent = self._numbers, self.parent
         above, fresh = _NONE, len(parent)
         found = []
-        for one in hashes:
+        for one in itertools.chain(hashes, answer):
             block = numbers.get(one, _NONE)
             if block == _NONE:
                 block = numbers[one] = len(parent)
@@ -97,6 +126,8 @@ class Trace:
             above = block
         self._blocks.extend(found)
         self._ends.append(len(self._blocks))
+        self._asked.append(len(self._blocks) - len(answer))
+        self._uses += len(hashes)
         self._tokens.append(tokens)
         self._outputs.append(output)
         self._times.append(time)
@@ -139,7 +170,7 @@ def read_trace(
     size = files.block_tokens(block_tokens)
     if size < 1:
         raise ConfigError(f"a block of {size} tokens; give the size that the hashes are of")
-    trace = Trace(files.path.name, size)
+    trace = Trace(files.name, size)
     if files.others:
         names = " and ".join(path.name for path in files.others)
         trace.notes.append(f"{names}: of another recording, left out; name them to read them")

@@ -27,11 +27,15 @@ CALLS = st.lists(
 )
 
 
-def trace_of(prompts: list[tuple[int, ...]]) -> Trace:
+ANSWERS = st.integers(0, 3)  # blocks at the end of a path that nobody asks for, but that come in
+
+
+def trace_of(prompts: list[tuple[int, ...]], answers: list[int] | None = None) -> Trace:
     trace = Trace("drawn", BLOCK)
     for number, prompt in enumerate(prompts):
         hashes = [str(prompt[: depth + 1]) for depth in range(len(prompt))]
-        trace.add(number, BLOCK * len(prompt), 1, hashes)
+        asked = max(len(prompt) - (answers[number] if answers else 0), 0)
+        trace.add(number, BLOCK * asked, 1, hashes[:asked], hashes[asked:])
     return trace
 
 
@@ -65,9 +69,10 @@ def test_a_policy_has_exactly_the_rows_that_came_and_did_not_leave(name, calls):
     assert sorted(left) == sorted(inside)
 
 
-@given(st.lists(PROMPTS, min_size=1, max_size=25), st.integers(1, 12))
-def test_no_policy_exceeds_the_optimum_nor_that_the_ceiling(prompts, capacity):
-    trace = trace_of(prompts)
+@given(st.lists(st.tuples(PROMPTS, ANSWERS), min_size=1, max_size=25), st.integers(1, 12))
+def test_no_policy_exceeds_the_optimum_nor_that_the_ceiling(requests, capacity):
+    prompts, answers = map(list, zip(*requests, strict=True))
+    trace = trace_of(prompts, answers)
     best = optimum(trace, capacity)
     assert best.hit_blocks <= ceiling(trace).hit_blocks
     for name, servable in itertools.product(NAMES, (True, False)):

@@ -209,7 +209,8 @@ def test_under_overlays_a_simulated_tier_has_no_headless_tails(
 ):
     trace = trace_of(prompts)
     ranges = [(4, None, 5), (8, 12, 9)] if upside_down else [(0, 4, 3)]
-    overlay = overlay_of(trace, ranges, ttl, 1.0)
+    trace.seconds_per_unit = 1.0
+    overlay = overlay_of(trace, ranges, ttl)
     tier = Tier(trace, make_policy(name, trace), capacity, servable=True, overlay=overlay)
     used: dict[int, float] = {}
     for number, (blocks, _) in enumerate(trace.requests()):
