@@ -41,18 +41,13 @@ class _Part(click.FloatRange):
 PART: Final = _Part(0, 1, max_open=True)
 
 
-class _AboveZero(click.FloatRange):
+class _AboveZero(click.types.FloatParamType):
     """A number of something in a second: above nothing, and neither endless nor NaN."""
-
-    name = "number"
-
-    def __init__(self) -> None:
-        super().__init__(min=_LEAST_RATE, max=_MOST_RATE)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         number = super().convert(value, param, ctx)
-        if math.isnan(number):  # which no comparison refuses
-            self.fail(f"{value} is not a number.", param, ctx)
+        if not _LEAST_RATE <= number <= _MOST_RATE:
+            self.fail(f"{value} is no number from {_LEAST_RATE:g} to {_MOST_RATE:g}.", param, ctx)
         return number
 
 

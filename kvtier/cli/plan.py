@@ -22,9 +22,17 @@ if TYPE_CHECKING:
 __all__ = ["plan"]
 
 _GB: Final = 10**9
+_EXAMPLES: Final = """\b
+Examples:
+  kvtier plan llama-3-70b --gpu-memory 80GB --weights fp4
+  kvtier plan llama-3-8b --gpu-memory 80GB --trace requests.jsonl
+  kvtier plan llama-3-8b --gpu-memory 80GB --workload 'agent?rate=2'
+  kvtier plan layers=32,hidden=4096,heads=32,kv_heads=8,head_size=128,\\
+    intermediate=14336,vocabulary=32000 --gpu-memory 48GB
+"""
 
 
-@click.command("plan", short_help="Say what GPU memory is left for KV.")
+@click.command("plan", short_help="Say what GPU memory is left for KV.", epilog=_EXAMPLES)
 @click.argument("model")
 @click.option("--gpu-memory", metavar="SIZE", required=True, help="Of one GPU, such as 80GB.")
 @click.option(
@@ -37,8 +45,8 @@ _GB: Final = 10**9
 @click.option("--trace", metavar="FILE", help="Requests that were recorded; as of `kvtier replay`.")
 @click.option(
     "--workload",
-    metavar="KIND?NAME=VALUE&…",
-    help="Or requests that are drawn, such as 'multi-turn?rate=4&turns=5': see --help-workloads.",
+    metavar="KIND?NAME=VALUE",
+    help="Or requests that are drawn, such as 'rag?documents=500&rate=4'; see --help-workloads.",
 )
 @source_options(warmup=0.5)
 @in_money("for the times and the money below")
@@ -49,9 +57,9 @@ _GB: Final = 10**9
 def plan(model: str, json_file: str | None, **options: Any) -> int:
     """Say how GPU memory divides between weights and KV, and what a larger cache would bring.
 
-    MODEL is a name of the table (a wrong one names the nearest), a config.json, or sizes such as
-    layers=80,hidden=8192,heads=64,kv_heads=8,head_size=128,intermediate=28672,vocabulary=128256
-    (with parameters=N, latent=N where need be).
+    MODEL is a name of the table (a wrong one names the nearest), a config.json, or the sizes that
+    it has: layers, hidden, heads, kv_heads, head_size, intermediate, vocabulary, and where need be
+    parameters and latent, as in the last example.
 
     With --trace or --workload, the hit rate of a cache of each size is replayed, beside the
     optimum, with the size from which on doubling it gains less than one point; then the requests
@@ -175,9 +183,15 @@ def _show_curve(console: Console, drawn: Curve) -> None:
     rows = [("GPU memory alone", drawn.hbm), *((format_bytes(p.nbytes), p) for p in drawn.points)]
     for name, point in rows:
         knee = point is not drawn.hbm and point.nbytes == drawn.knee
-        note = "the knee: doubling it gains less than 1 point" if knee else ""
+        note = "the knee" if knee else ""
         table.add_row(name, f"{point.hit_rate:.1f}", f"{point.optimum:.1f}", note)
     table.add_row("no bound", f"{drawn.ceiling:.1f}", f"{drawn.ceiling:.1f}", "")
     console.print(table)
     counted = f"the last {100 * (1 - drawn.warmup):g}%" if drawn.warmup else "all"
-    console.print(f"of {counted} of {drawn.requests:,} requests; all tiers together as one cache")
+    console.print(f"of {counted} of {drawn.requests:,} requests; all tiers together as one cache.")
+    console.print("Doubling a cache that is as large as the knee gains less than 1 point.")
+    if drawn.at_a_time:
+        console.print(
+            f"GPU memory has room for {drawn.at_a_time:,} requests at a time, of "
+            f"{drawn.request_tokens:,.0f} tokens each, prompt and answer, in the mean."
+        )

@@ -21,9 +21,16 @@ __all__ = ["replay"]
 
 
 _MOST_POINTS: Final = 64
+_EXAMPLES: Final = """\b
+Examples:
+  kvtier replay requests.jsonl --sweep --policy all --plot FILE.png
+  kvtier replay trace.jsonl.zst --capacity-blocks 1000,10000 --warmup 0.5
+  kvtier replay 'workload:rag?documents=500&rate=2' --model llama-3-8b \\
+    --tier dram:8GiB@25GB/s --tier lmdb:100GiB@5GB/s+100us --at-times
+"""
 
 
-@click.command("replay", short_help="Replay requests under several policies.")
+@click.command("replay", short_help="Replay requests under several policies.", epilog=_EXAMPLES)
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...")
 @source_options(warmup=0.0)
 @click.option(

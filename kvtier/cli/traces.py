@@ -89,8 +89,8 @@ def in_time(used: str = "") -> Callable[[F], F]:
             type=click.Choice(["ms", "s"]),
             default="ms",
             show_default=True,
-            help="Of a file's timestamps: Mooncake's are ms, Bailian's s; recordings and "
-            f"workloads say it themselves{used}.",
+            help=f"Of a file's timestamps{used}: Mooncake's are ms, Bailian's s; recordings and "
+            "workloads say it themselves.",
         )
     )
 

@@ -30,7 +30,8 @@ class Point(msgspec.Struct, frozen=True):
 class Curve(msgspec.Struct, frozen=True):
     """Points by size, each twice the one before. knee: bytes beyond which doubling is not worth it.
 
-    hbm: the hit rate of what fits into GPU memory alone.
+    hbm: the hit rate of what fits into GPU memory alone. request_tokens: of a prompt and its
+    answer, in the mean; at_a_time: how many of these fit into GPU memory.
     """
 
     trace: str
@@ -40,6 +41,8 @@ class Curve(msgspec.Struct, frozen=True):
     points: list[Point]
     ceiling: float
     knee: int
+    request_tokens: float
+    at_a_time: int
 
 
 def curve(
@@ -61,6 +64,8 @@ def curve(
         if tell is not None:
             tell(f"{trace.name}: {blocks:,} blocks", number, len(sizes))
         points.append(_point(trace, blocks, bytes_per_token, warmup))
+    tokens = sum(asked + trace.output(n) for n, (_, asked) in enumerate(trace.requests()))
+    each = tokens / len(trace)
     hbm = max(hbm_tokens // trace.block_tokens, 1)
     return Curve(
         trace=trace.name,
@@ -70,6 +75,8 @@ def curve(
         points=points,
         ceiling=ceiling(trace, warmup=warmup).rate_tokens,
         knee=_knee(points),
+        request_tokens=each,
+        at_a_time=int(hbm_tokens / each) if each else 0,
     )
 
 

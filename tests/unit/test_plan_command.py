@@ -207,6 +207,8 @@ def test_the_report_says_where_more_stops_paying(tmp_path, capsys):
     assert rates[16 * 8] == found["ceiling"] == 100
     assert rates[8 * 8] == 0
     assert found["knee"] == 16 * 8 * 131_072
+    assert found["request_tokens"] == 8 + 1  # with the answer
+    assert found["at_a_time"] == json.loads(report.read_text())["budget"]["tokens"] // 9
     assert all(point["optimum"] >= point["hit_rate"] for point in found["points"])
 
 
