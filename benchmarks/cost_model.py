@@ -50,6 +50,9 @@ LEARNING = 3  # first rounds, in which `advised` gets to know both speeds
 OUTPUT = Sampling(max_tokens=4)
 
 
+MORE = "DRAM, NVMe, and a shared tier that loses may have more"
+
+
 class Served(NamedTuple):
     """What an arm gave: seconds to the first token, and all tokens."""
 
@@ -193,6 +196,7 @@ def decisions() -> dict[str, dict[str, float]]:
         "DRAM, NVMe, S3 that loses": bytes(200) + b"\1" * 200 + b"\3" * 112,
         "another tier at each chunk": b"\0\1\2\1" * 128,
         "another tier at each chunk, one loses": b"\0\1\3\1" * 128,
+        MORE: bytes(200) + b"\1" * 200,
     }
     names = ("lmdb", "s3", "valkey")  # the last one slower than computing
     tiers = tuple(TierConfig(one, "", None, "through", store=MemoryStore()) for one in names)
@@ -203,10 +207,11 @@ def decisions() -> dict[str, dict[str, float]]:
         nbytes = CHUNK * geometry.bytes_per_token
         for name, seconds in zip(names, (1e-3, 1e-2, 0.1), strict=True):
             costs.believe_tier(name, 1e-3, seconds / nbytes)
-        cache.computed([(0, CHUNK)], 1e-3 * CHUNK)
+        for start in (0, 512 * CHUNK):  # of its last tokens each takes a third longer
+            cache.computed([(start, start + CHUNK)], CHUNK * (1e-3 + 1e-8 * start))
         found = cache.match(range(512 * CHUNK + 1))
         for name, where in places.items():
-            match = replace(found, tokens=512 * CHUNK, where=where)
+            match = replace(found, tokens=len(where) * CHUNK, where=where, unknown=name == MORE)
             costs.probe_due("valkey")  # so that none is due meanwhile
             for _ in range(500):
                 began = time.perf_counter()

@@ -13,7 +13,7 @@ import msgspec
 
 from kvtier.catalog.lease import Lease
 from kvtier.clock import Clock
-from kvtier.cost import Advice, Costs, Reading
+from kvtier.cost import CHOICES, Advice, Costs, Reading
 from kvtier.desk import Desk, Match
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Geometry, Needs
@@ -50,6 +50,8 @@ class Adviser:
         self._asked: tuple[float, Prefix] | None = None  # when it is answered, and the prompt
         self._trying = False  # from then until what it has was tried
         self._lock = threading.Lock()
+        metrics = desk.metrics
+        self._chose = {one: metrics.counter("load_decisions", choice=one) for one in CHOICES}
         self._reading: dict[bytes, int] = {}  # chunks that fetches bring up, and from where
 
     def seed(self, path: str | Path) -> None:
@@ -76,20 +78,25 @@ class Adviser:
         where, stack = match.where, match.stack
         span = computed, match.tokens
         found = self.costs.advise(where, stack, span, self._chunk, whole=self._whole, meet=meet)
-        if found.skipped:
-            if self.costs.probe_due(found.skipped):
-                self._probe(match, found.skipped)
-        elif found.seconds and self.costs.losing:
-            for number, tier in enumerate(stack):
-                if number in where:
-                    self.costs.wins(tier)
-        unknown = match.unknown and self._worth_asking(match)
         if found.seconds:
-            self._desk.metrics.add("load_decisions", choice=found.choice)
+            self._chose[found.choice]()
+        if found.skipped or found.seconds:
+            self._try_again(match, found.skipped)
+        unknown = match.unknown and self._worth_asking(match)
         if found.tokens == match.tokens and unknown == match.unknown:
             return match, found
         where = where[: -(-found.tokens // self._chunk[0])]
         return Match(match.prefix, found.tokens, where, stack, match.known, unknown), found
+
+    def _try_again(self, match: Match, skipped: str) -> None:
+        """Read a little of a tier that was skipped, now and then; forget which others ever were."""
+        if skipped:
+            if self.costs.probe_due(skipped):
+                self._probe(match, skipped)
+            return
+        for tier in self.costs.losing:
+            if tier in match.stack and match.stack.index(tier) in match.where:
+                self.costs.wins(tier)
 
     def _worth_asking(self, match: Match) -> bool:
         """Say whether a shared tier, of which nobody knows what it has, is worth waiting for.
@@ -133,9 +140,11 @@ class Adviser:
 
     def _follow(self) -> None:
         """Read a little of what the shared tier has of the prompt of which it was asked."""
+        asked = self._asked
+        if asked is None or self._clock() < asked[0]:
+            return
         with self._lock:
-            asked = self._asked
-            if asked is None or self._clock() < asked[0]:
+            if self._asked is not asked:
                 return
             self._asked = None
         match, last = self._desk.match(asked[1], counted=False), self._desk.tiers[-1]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, get_args
 
 from kvtier.clock import Clock
 from kvtier.cut import Ahead, Speed, best_cut, middle, slowest
 
-__all__ = ["LEAST_SPAN", "Advice", "Costs", "Line", "Prefill", "Reading"]
+__all__ = ["CHOICES", "LEAST_SPAN", "Advice", "Costs", "Line", "Prefill", "Reading"]
 
 _OLD: Final = 0.7
 """What an observation of a tier still weighs when the next one comes: weather changes fast."""
@@ -41,6 +41,7 @@ _PROBE_SECONDS: Final = 5.0
 _PROBE_MOST_SECONDS: Final = 80.0
 
 Choice = Literal["load", "cut", "recompute", "meet"]
+CHOICES: Final[tuple[Choice, ...]] = get_args(Choice)
 
 
 class Advice(NamedTuple):
@@ -276,27 +277,27 @@ class Costs:
         first = computed // size
         behind = where[first:]
         with self._lock:
-            prefill = self._prefill
-            if not prefill.known or not behind.strip(b"\0"):
-                return Advice("load", tokens)
             speeds = self._speeds(behind, stack, chunk[1])
-            speed = prefill.per_token, prefill.per_pair
-            ahead = Ahead(behind, speeds, first, size, tokens, *speed)
+            prefill = self._prefill
+            if not prefill.known or (not speeds and behind.count(0) == len(behind)):
+                return Advice("load", tokens)
+            a, b = prefill.per_token, prefill.per_pair
             best = recompute = prefill.seconds(computed, tokens)
-            stop = first
-            load, count = best_cut(ahead) if whole else (slowest(ahead)[0], len(behind))
-            if load <= best:
-                best, stop = load, first + count
-            if whole and meet and computed == first * size:
-                begin, seconds = middle(ahead)
-                if begin and seconds <= _MEET * best:
-                    return Advice("meet", tokens, begin * size, seconds, recompute)
-            cut = min(max(stop * size, computed), tokens)
-            if cut == tokens:
-                return Advice("load", tokens, 0, best, recompute)
-            choice: Choice = "cut" if stop > first else "recompute"
-            skipped = stack[where[stop] if whole else slowest(ahead)[1]]
-            return Advice(choice, cut, 0, best, recompute, skipped)
+        ahead = Ahead(behind, speeds, first, size, tokens, a, b)
+        stop = first
+        load, count = best_cut(ahead) if whole else (slowest(ahead)[0], len(behind))
+        if load <= best:
+            best, stop = load, first + count
+        if meet and whole and len(speeds) == 1 and computed == first * size:
+            begin, seconds = middle(ahead)
+            if begin and seconds <= _MEET * best:
+                return Advice("meet", tokens, begin * size, seconds, recompute)
+        cut = stop * size if stop > first else computed
+        if cut >= tokens:
+            return Advice("load", tokens, 0, best, recompute)
+        choice: Choice = "cut" if stop > first else "recompute"
+        skipped = stack[where[stop] if whole else slowest(ahead)[1]]
+        return Advice(choice, cut, 0, best, recompute, skipped)
 
     def _known(self, tier: str) -> Line:
         """Return what is known of a tier of which something is."""
@@ -311,12 +312,12 @@ class Costs:
 
     def _speeds(self, where: bytes, stack: Sequence[str], nbytes: int) -> dict[int, Speed]:
         """Return the speeds of those tiers of which some is known, by their place."""
-        speeds = {}
-        for number in range(1, len(stack)):
-            line = self._tiers.get(stack[number])
-            if line is not None and number in where:
-                each, queued = line.per_byte, self._queued.get(stack[number], 0)
-                speeds[number] = Speed(line.latency + queued * each, nbytes * each)
+        speeds, tiers, queued = {}, self._tiers, self._queued
+        for number, tier in enumerate(stack):
+            if number and number in where and (line := tiers.get(tier)) is not None:
+                each = line.per_byte
+                wait = line.latency + queued.get(tier, 0) * each
+                speeds[number] = Speed(wait, nbytes * each)
         return speeds
 
     # ---- tiers that lose
@@ -332,9 +333,9 @@ class Costs:
             return True
 
     @property
-    def losing(self) -> bool:
-        """Whether a tier has lost, and is tried now and then."""
-        return bool(self._probes)
+    def losing(self) -> tuple[str, ...]:
+        """The tiers that have lost, and are tried now and then."""
+        return tuple(self._probes)
 
     def wins(self, tier: str) -> None:
         """Take note that a tier is worth loading from: when it loses next, try again soon."""

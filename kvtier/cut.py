@@ -1,29 +1,33 @@
 """Cut: up to which chunk a load pays, of chunks that lie in tiers of which each takes its time.
 
-Tiers are read beside each other, and the slowest counts. Within a run of chunks of one tier each
-takes the same time to read, and none is cheaper to compute than the one before it. So a load ends
-best where a run does, or where a run begins to take longer than what is before it; and since the
-last chunk may not be full, before that. Where no chunk takes longer to read than to compute, it
-ends before a tier that has to be waited for, or with everything. Else, of many runs, all ends are
+Tiers are read beside each other, and the slowest counts. A chunk that takes no longer to read than
+the cheapest takes to compute is worth it. So a load ends best with everything, or before a chunk of
+a tier that takes longer, a slow one, or before the first of a tier that has to be waited for; and
+since the last chunk may not be full, before that. Where a slow tier's chunks are one run, each of
+them takes the same time to read and none is cheaper to compute than the one before it: few ends
+come into question. Else its chunks are gone through, passing over those of which what is loaded
+before them already says that no end there is the best; where that gets nowhere, all ends are
 looked at, at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 __all__ = ["Ahead", "Speed", "best_cut", "middle", "slowest"]
 
 _FEWEST_TO_MEET: Final = 2
 """Chunks of which one is computed while the other is loaded."""
 
-_FEW_RUNS: Final = 4
-"""Runs whose ends are sooner looked at one by one than all ends by numpy."""
+_MOST_LOOKS: Final = 12
+"""Looks at single ends that take about as long as one at all."""
+
+
+_ROUNDING: Final = 1e-6  # chunks
 
 
 class Speed(NamedTuple):
@@ -62,51 +66,116 @@ def best_cut(ahead: Ahead) -> tuple[float, int]:
 
     Of cuts that take as long as each other, the furthest.
     """
-    where, size, tokens, first = ahead.where, ahead.size, ahead.tokens, ahead.first
-    a, b = ahead.per_token, ahead.per_pair / 2
+    where, speeds, first, size, tokens, a, b = ahead
+    b /= 2
     cheapest = size * (a + (2 * first + 1) * size * b)  # of all chunks the first is
-    ends: Iterable[tuple[int, float]] | None
-    if max([speed.each for speed in ahead.speeds.values()], default=0.0) <= cheapest:
-        ends = _waits(where, ahead.speeds, cheapest)
-    elif (runs := _runs(where)) is not None:
-        ends = _ends(runs, ahead.speeds)
-    else:
-        return _of_all(ahead)
-    best, stop = float("inf"), 0
-    for end, load in ends:
+    count, slow, loads, load = len(where), {}, [], 0.0
+    for tier, speed in speeds.items():
+        wait, each = speed
+        chunks = where.count(tier)
+        seconds = wait + chunks * each
+        load = max(load, seconds)
+        if each > cheapest:
+            slow[tier] = chunks
+        elif wait + each > cheapest:
+            end = where.find(tier)
+            loads.append((end, _load(where, speeds, end)))
+    if slow:
+        loads += _before(ahead, slow, load)
+    if count > 1 and tokens < (first + count) * size:
+        loads.append((count - 1, _load(where, speeds, count - 1)))
+    computed = tokens * (a + tokens * b)
+    stop, best = count, load - computed
+    for end, load in loads:
         at = min((first + end) * size, tokens)
         seconds = load - at * (a + at * b)
-        if seconds <= best:
+        if seconds < best or (seconds == best and end > stop):
             best, stop = seconds, end
-    return best + tokens * (a + tokens * b), stop
+    return best + computed, stop
 
 
-def _waits(where: bytes, speeds: Mapping[int, Speed], cheapest: float) -> list[tuple[int, float]]:
-    """Return where a load may end best when no chunk takes longer to load than to compute.
-
-    That is before a tier that has to be waited for, longer than computing the cheapest chunk
-    takes, or behind everything, or before the last chunk, which may not be full.
-    """
-    ends, load, before_last, last = [], 0.0, 0.0, where[-1]
+def _load(where: bytes, speeds: Mapping[int, Speed], end: int) -> float:
+    """Return the seconds that chunks up to `end` take to load."""
+    load = 0.0
     for tier, (wait, each) in speeds.items():
-        if wait + each > cheapest and (begin := where.find(tier)):
-            loads = [
-                one.wait + count * one.each
-                for other, one in speeds.items()
-                if (count := where.count(other, 0, begin))
-            ]
-            ends.append((begin, max(loads, default=0.0)))
-        count = where.count(tier)
-        seconds = wait + count * each
-        load = max(load, seconds)
-        if tier == last:
-            seconds = seconds - each if count > 1 else 0.0
-        before_last = max(before_last, seconds)
-    ends.sort()
-    if len(where) > 1:
-        ends.append((len(where) - 1, before_last))
-    ends.append((len(where), load))
+        count = where.count(tier, 0, end)
+        if count and (seconds := wait + count * each) > load:
+            load = seconds
+    return load
+
+
+def _before(ahead: Ahead, slow: Mapping[int, int], load: float) -> list[tuple[int, float]]:
+    """Return where a load may end best before a chunk of a slow tier, and its seconds.
+
+    slow: how many chunks such a tier has. load: the seconds of all chunks.
+    """
+    where, ends = ahead.where, []
+    for tier, count in slow.items():
+        begin = where.find(tier)
+        if where.rfind(tier) - begin >= count:  # more runs than one
+            return _passing(ahead, slow, load) or [_of_all(ahead)]
+        wait, each = ahead.speeds[tier]
+        others = _load(where, ahead.speeds, begin)
+        free = int((others - wait) / each + 1e-9) if others > wait else 0
+        if free < count:  # it ends before that chunk, or far behind
+            ends.append((begin + free, others))
+            if others > wait:  # part of the next one is waited for anyway
+                ends.append((begin + free + 1, max(others, wait + (free + 1) * each)))
     return ends
+
+
+def _passing(ahead: Ahead, slow: Mapping[int, int], load: float) -> list[tuple[int, float]]:
+    """Return what ``_before`` does, chunk after chunk of slow tiers; nothing where it takes long.
+
+    What one tier takes up to a chunk is taken at each end behind it. While computing the chunks
+    up to an end spares less than by what this exceeds the best one, it is passed over.
+    """
+    where, speeds, first, size, tokens, a, b = ahead
+    b /= 2
+    linear, square = a * size, b * size * size
+    squares, twice, before = linear * linear, 4 * square, first + _ROUNDING
+    best = min(load - tokens * (a + tokens * b), -first * (linear + first * square))
+    bound = max(slow, key=lambda tier: slow[tier] * speeds[tier].each)
+    wait, each = speeds[bound]
+    found, last, passed = [(0, 0.0)], len(where) - 1, -1
+    count = counted = 0
+    for _ in range(_MOST_LOOKS):
+        count += where.count(bound, counted, passed + 1)
+        counted = passed + 1
+        over = wait + count * each - best if count else -best
+        root = linear + math.sqrt(squares + twice * over)
+        reach = int(2 * over / root - before) if root else last
+        if reach >= last:
+            return found
+        if reach > passed:
+            passed = reach
+            continue
+        ends = [end for tier in slow if (end := where.find(tier, counted)) >= 0]
+        if not ends:
+            return found
+        passed = min(ends)
+        load, at = _load(where, speeds, passed), first + passed
+        found.append((passed, load))
+        best = min(best, load - at * (linear + at * square))
+    return []
+
+
+def _of_all(ahead: Ahead) -> tuple[int, float]:
+    """Return the best of all ends but that of everything, and its seconds."""
+    where, speeds, first, size, _, a, b = ahead
+    chunks = np.frombuffer(where, np.uint8)[:-1]
+    load = np.zeros(len(chunks))
+    for tier, (wait, each) in speeds.items():
+        its = np.add.accumulate(chunks == tier, dtype=np.float64)
+        its *= each
+        its += wait
+        its[: where.index(tier)] = 0.0
+        np.maximum(load, its, out=load)
+    at = np.arange(first + 1.0, first + len(where))
+    at *= size
+    seconds = load - at * (a + at * (b / 2))
+    best = len(chunks) - 1 - int(seconds[::-1].argmin())
+    return best + 1, float(load[best])
 
 
 def middle(ahead: Ahead) -> tuple[int, float]:
@@ -132,61 +201,3 @@ def middle(ahead: Ahead) -> tuple[int, float]:
     if at > 1 and load + speed.each < seconds:  # loading one more takes less than computing it
         return first + at - 1, load + speed.each
     return first + at, seconds
-
-
-def _runs(where: bytes) -> list[tuple[int, int]] | None:
-    """Return the tier and the length of each run; None where there are many."""
-    runs: list[tuple[int, int]] = []
-    while where:
-        tier, count = where[0], len(where)
-        if len(runs) == _FEW_RUNS:
-            return None
-        where = b"" if where.count(tier) == count else where.lstrip(where[:1])
-        runs.append((tier, count - len(where)))
-    return runs
-
-
-def _ends(
-    runs: Sequence[tuple[int, int]], speeds: Mapping[int, Speed]
-) -> Iterator[tuple[int, float]]:
-    """Yield where a load may end best, and its seconds."""
-    read: dict[int, float] = {}  # seconds, by tier
-    end, load, last = 0, 0.0, len(runs) - 1
-    for number, (tier, count) in enumerate(runs):
-        begin, end = end, end + count
-        speed = speeds.get(tier)
-        if speed is not None:
-            each = speed.each
-            before = read.get(tier, speed.wait)
-            free = int((load - before) / each + 1e-9) if load > before and each else 0
-            if free < count:  # a load ends before that chunk, or with it, or far behind
-                yield begin + free, load
-                yield begin + free + 1, max(load, before + (free + 1) * each)
-            if number == last and count > 1:
-                yield end - 1, max(load, before + (count - 1) * each)
-            read[tier] = before = before + count * each
-            load = max(load, before)
-        yield end, load
-
-
-def _of_all(ahead: Ahead) -> tuple[float, int]:
-    """Return what ``best_cut`` does, looking at every end."""
-    where, size, first, tokens = ahead.where, ahead.size, ahead.first, ahead.tokens
-    count = len(where)
-    chunks = np.frombuffer(where, np.uint8)
-    ends = np.arange(first + 1, first + count + 1, dtype=np.float64)
-    ends *= size
-    ends[-1] = min(ends[-1], tokens)
-    a, b = ahead.per_token, ahead.per_pair / 2
-    load: NDArray[np.float64] | float = 0.0
-    for tier, speed in ahead.speeds.items():
-        each = np.zeros(256)
-        each[tier] = speed.each
-        its = each.take(chunks)
-        its[where.index(tier)] += speed.wait
-        np.add.accumulate(its, out=its)
-        load = np.maximum(load, its)
-    seconds = load - ends * (a + ends * b)
-    behind = int(seconds[::-1].argmin())
-    computed = tokens * (a + tokens * b)
-    return float(seconds[count - 1 - behind]) + computed, count - behind

@@ -6,7 +6,7 @@ Names, units and labels follow the Prometheus conventions: base units, ``_total`
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -139,6 +139,16 @@ class Metrics:
         key = self._key(f"kvtier_{name}_total", labels)
         with self._lock:
             self._values[key] = self._values.get(key, 0) + amount
+
+    def counter(self, name: str, **labels: str) -> Callable[[], None]:
+        """Return what raises a counter by one, and looks up its name but once; see ``add``."""
+        key, lock, values = self._key(f"kvtier_{name}_total", labels), self._lock, self._values
+
+        def add() -> None:
+            with lock:
+                values[key] = values.get(key, 0) + 1
+
+        return add
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge. `name` is a row of TABLE without ``kvtier_``."""

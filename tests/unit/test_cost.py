@@ -205,7 +205,10 @@ def plainly(costs, tiers, computed, tokens, *, whole):
 RUNS = st.lists(st.tuples(st.sampled_from(PLACES), st.integers(1, 30)), min_size=1, max_size=12)
 
 
-@pytest.mark.parametrize("few", [0, cut._FEW_RUNS, 1 << 20])
+LOOKS = pytest.mark.parametrize("looks", [0, cut._MOST_LOOKS, 1 << 20])
+
+
+@LOOKS
 @given(
     RUNS,
     st.floats(0.001, 0.3),
@@ -215,8 +218,8 @@ RUNS = st.lists(st.tuples(st.sampled_from(PLACES), st.integers(1, 30)), min_size
     st.tuples(st.integers(0, 200), st.integers(0, 63)),
     st.booleans(),
 )
-def test_a_decision_is_the_plain_one(few, runs, lmdb, s3, ahead, speed, lengths, whole):
-    """However it is found: by the ends of runs, by all ends, or as a load of all or nothing."""
+def test_a_decision_is_the_plain_one(looks, runs, lmdb, s3, ahead, speed, lengths, whole):
+    """However it is found: by few ends, by all of them, or as a load of all or nothing."""
     costs = Costs(Hands())
     latency, queued = ahead
     costs.believe_tier("lmdb", latency, lmdb / CHUNK[1])
@@ -229,7 +232,7 @@ def test_a_decision_is_the_plain_one(few, runs, lmdb, s3, ahead, speed, lengths,
     if computed >= tokens:
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cut, "_FEW_RUNS", few)
+        patch.setattr(cut, "_MOST_LOOKS", looks)
         found = advise(costs, tiers, computed, tokens=tokens, whole=whole)
     if all(tier == "dram" for tier in tiers[computed // 64 :]):
         assert found.tokens == tokens
@@ -241,6 +244,37 @@ def test_a_decision_is_the_plain_one(few, runs, lmdb, s3, ahead, speed, lengths,
     assert plain[stop] == pytest.approx(best, rel=1e-6, abs=1e-9)
     if found.choice != "load":
         assert found.skipped in costs.figures()
+
+
+BINARY = st.integers(0, 64).map(lambda n: n / 64)
+"""Seconds that add up without rounding."""
+
+
+@LOOKS
+@given(
+    st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from([1, 1, 2, 9])), min_size=1),
+    st.tuples(BINARY, BINARY, BINARY, BINARY),
+    st.tuples(st.sampled_from([1, 2, 4, 16]), st.sampled_from([0.0, 2.0**-20, 2.0**-17])),
+    st.tuples(st.integers(0, 200), st.integers(0, 63)),
+)
+def test_of_equal_cuts_the_furthest_is_taken(looks, runs, tiers_take, speed, lengths):
+    """And of two ways that take as long as each other, never another than that."""
+    costs = Costs(Hands())
+    for tier, at in (("lmdb", 0), ("s3", 2)):
+        costs.believe_tier(tier, tiers_take[at], tiers_take[at + 1] / CHUNK[1])
+    costs.believe_prefill(speed[0] / 1024, speed[1])
+    tiers = tuple(tier for tier, count in runs for _ in range(count))
+    computed, lacking = lengths
+    tokens = 64 * len(tiers) - lacking
+    if computed >= tokens or all(tier == "dram" for tier in tiers[computed // 64 :]):
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cut, "_MOST_LOOKS", looks)
+        found = advise(costs, tiers, computed, tokens=tokens)
+    plain = plainly(costs, tiers, computed, tokens, whole=True)
+    best = min(plain.values())
+    stop = max(end for end, seconds in plain.items() if seconds == best)
+    assert (found.seconds, found.tokens) == (best, max(computed, min(64 * stop, tokens)))
 
 
 @given(

@@ -193,3 +193,14 @@ def test_causes_without_end_take_no_memory_and_no_log_without_end(caplog):
     clock.now += 11
     report.warn("s3", "another")
     assert caplog.records[-1].getMessage() == "s3: another"
+
+
+def test_a_counter_that_is_looked_up_once_counts_with_the_others():
+    metrics = Metrics()
+    add = metrics.counter("load_decisions", choice="load")
+    assert metrics.snapshot() == {}
+    add()
+    metrics.add("load_decisions", choice="load")
+    assert metrics.get("load_decisions", choice="load") == 2
+    with pytest.raises(MisuseError):
+        metrics.counter("load_decisions", tier="dram")
