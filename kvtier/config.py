@@ -44,6 +44,7 @@ _DRAM_OPTIONS: Final = (*_LEAVING, "numa")
 _OWN_OPTIONS: Final = ("capacity", "admission", "write_budget", "codec", *_LEAVING)
 _TABLES: Final = ("tiers", "tenants")
 _QUOTA_OPTIONS: Final = ("floor", "ceiling")
+_LIKE_UNIX: Final = ("daemon", "socket")
 _GROUP: Final = "kvtier.storage_backends"
 # What an error must not repeat: a user's password, and what looks like a secret of theirs.
 _UNSAID: Final = re.compile(r"(//)[^/?]*(@)|((?:key|token|secret|word)=)[^&]*", re.IGNORECASE)
@@ -221,6 +222,11 @@ def parse_tier(url: str) -> TierConfig:
             'kvtier.open("unix:/run/kvtier/kv.sock", ...)'
         )
     if scheme not in types and scheme != "dram":
+        if meant := _daemon_meant(url):
+            raise ConfigError(
+                f"unknown tier {hidden(url)!r}; a daemon is named alone, by its socket: is "
+                f"{meant!r} meant?"
+            )
         raise unknown("tier", scheme, (*types, "dram"))
     if not colon:
         raise ConfigError(f"tier {scheme!r} needs a colon: {scheme}:...")
@@ -254,6 +260,14 @@ def parse_tier(url: str) -> TierConfig:
         codec=given.get("codec"),
         ttl=_ttl(given),
     )
+
+
+def _daemon_meant(url: str) -> str:
+    """Return a daemon's URL where what is none, such as daemon:///PATH, may mean it."""
+    scheme, _, path = hidden(url).partition("?")[0].rpartition(":")
+    if scheme in _LIKE_UNIX or path.endswith(".sock"):
+        return "unix:" + re.sub("^//+", "/", path)
+    return ""
 
 
 def _dram(text: str) -> TierConfig:

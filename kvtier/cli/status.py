@@ -40,15 +40,15 @@ def status(
 ) -> int:
     """Say what the daemon at SOCKET holds, tier by tier, and what ails it.
 
-    SOCKET is by default that of `kvtier serve`. The exit status is 0 when all tiers are served, 1
-    when one is not, and 2 when no daemon answers.
+    SOCKET is a path, or unix:PATH; by default that of `kvtier serve`. The exit status is 0 when all
+    tiers are served, 1 when one is not, and 2 when no daemon answers.
     """
-    from kvtier.daemon.place import check_path, runtime_folder
+    from kvtier.daemon.place import user_folder
     from kvtier.daemon.status import ask_status
 
     if as_json + prometheus + (listen is not None) > 1:
         raise ConfigError("--json, --prometheus and --listen: choose one")
-    path = str(check_path(socket) if socket else runtime_folder() / "kv.sock")
+    path = _path_of(str(user_folder() / "kv.sock") if socket is None else socket)
     if listen is not None:
         from kvtier.cli.listen import listen_at
 
@@ -65,6 +65,18 @@ def status(
     else:
         _show(path, found)
     return _DEGRADED if found.troubles and not alive else 0
+
+
+def _path_of(text: str) -> str:
+    """Return a socket's path, which may be named as clients name it. Raises ConfigError."""
+    from kvtier.daemon.address import SCHEME, parse_address
+    from kvtier.daemon.place import check_path
+
+    if text.startswith(SCHEME):
+        return parse_address(text).path
+    if "://" in text:
+        raise ConfigError(f"{text!r} is no path of a socket, such as /run/kvtier/kv.sock")
+    return str(check_path(text))
 
 
 def _show(path: str, found: Status) -> None:

@@ -25,11 +25,13 @@ from kvtier.errors import ConfigError
 __all__ = [
     "MOST_PATH",
     "Place",
+    "check_own",
     "check_path",
     "clear_dead",
     "real_path",
     "rendezvous",
     "runtime_folder",
+    "user_folder",
 ]
 
 MOST_PATH: Final = 107  # bytes of a socket's path: unix(7), sun_path
@@ -64,38 +66,60 @@ def real_path(path: Path) -> str:
     return os.path.join(os.path.realpath(path.parent), path.name)  # noqa: PTH118  (no Path: loops)
 
 
-def runtime_folder() -> Path:
-    """Return the folder of this user's sockets; it is made if need be, for the user alone.
+def user_folder() -> Path:
+    """Return where the folder of this user's sockets is, or would be. Nothing is made.
 
     It is ``kvtier`` in $XDG_RUNTIME_DIR, or ``kvtier-UID`` in /tmp where that is not set or
-    cannot be written. Raises ConfigError when somebody else could write there.
+    cannot be written.
     """
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if base and os.access(base, os.W_OK | os.X_OK):
-        folder = Path(base) / "kvtier"
-    else:
-        folder = Path("/tmp") / f"kvtier-{os.getuid()}"  # noqa: S108  (owner and mode are checked)
+        return Path(base) / "kvtier"
+    return Path("/tmp") / f"kvtier-{os.getuid()}"  # noqa: S108  (owner and mode are checked)
+
+
+def runtime_folder() -> Path:
+    """Return the folder of this user's sockets for a daemon: made if need be, for the user alone.
+
+    Raises ConfigError when somebody else could write there.
+    """
+    folder = user_folder()
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(0o700)
-        found = folder.lstat()
+        _check_private(folder)
     except OSError as error:
         raise ConfigError(
             f"{folder} cannot be used ({error.strerror}); set XDG_RUNTIME_DIR to a folder that can"
         ) from error
+    return folder
+
+
+def check_own(path: str) -> None:
+    """Look, before a client trusts a socket in this user's folder, whether that is still so.
+
+    Paths elsewhere are as whoever named them says. Raises OSError where no daemon has made the
+    folder, and ConfigError when somebody else could write there.
+    """
+    folder = user_folder()
+    if Path(path).parent == folder:
+        _check_private(folder)
+
+
+def _check_private(folder: Path) -> None:
+    found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise ConfigError(
             f"{folder} is no folder of this user's alone; remove it, or set XDG_RUNTIME_DIR"
         )
-    return folder
 
 
 def rendezvous(engine: str) -> Path:
-    """Return where the private daemon of an engine listens, by the engine's id."""
+    """Return where the private daemon of an engine listens, by the engine's id. Nothing is made."""
     name = engine
     if not _PLAIN.fullmatch(engine):
         name = hashlib.sha256(engine.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-    return check_path(runtime_folder() / f"{_ENGINE}{name}.sock")
+    return check_path(user_folder() / f"{_ENGINE}{name}.sock")
 
 
 def clear_dead(folder: Path) -> None:

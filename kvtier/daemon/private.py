@@ -11,7 +11,7 @@ import os
 from types import TracebackType
 from typing import Final, Self
 
-from kvtier.daemon.place import clear_dead, rendezvous
+from kvtier.daemon.place import clear_dead, rendezvous, runtime_folder
 from kvtier.daemon.settings import Settings
 from kvtier.daemon.supervisor import Supervisor
 
@@ -34,7 +34,9 @@ class PrivateDaemon:
     def __init__(self, *tiers: str, engine: str = "", timeout: float | None = None) -> None:
         self.engine = engine or f"{os.getpid()}-{next(_numbers)}"
         path = rendezvous(self.engine)
-        clear_dead(path.parent)  # each engine's socket has a name of its own: nobody else would
+        clear_dead(
+            runtime_folder()
+        )  # each engine's socket has a name of its own: nobody else would
         self._supervisor = Supervisor(Settings(tiers, os.geteuid(), share=1.0), path)
         self.path = self._supervisor.path
         if timeout is None:

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 from kvtier.daemon.answers import Answer, Failed, Healthy, Welcome
 from kvtier.daemon.frames import encode
 from kvtier.daemon.messages import Bye, Figures, Health, Hello, Message
+from kvtier.daemon.place import check_own
 from kvtier.daemon.wire import Wire, connect, failure, wait_for_daemon
 from kvtier.errors import ConfigError
 from kvtier.seams import drawn
@@ -42,6 +43,7 @@ def ask_status(path: str, timeout: float) -> Status:
     found: list[Status] = []
 
     def come_up(until: float) -> None:
+        check_own(path)
         hello = Hello(drawn(_SESSION_BYTES), "", "scheduler")
         wire, welcome, arena = connect(path, hello, until)
         os.close(arena)

@@ -19,7 +19,7 @@ from kvtier.copier import Pages
 from kvtier.daemon.frames import encode
 from kvtier.daemon.mapped import MappedArena
 from kvtier.daemon.messages import Ended, Hello
-from kvtier.daemon.place import check_path, rendezvous
+from kvtier.daemon.place import check_own, check_path, rendezvous
 from kvtier.daemon.tether import Tether
 from kvtier.daemon.wire import Wire, connect, wait_for_daemon
 from kvtier.device.base import Device
@@ -123,6 +123,7 @@ class Worker:
 
     def _come_up(self, until: float) -> None:
         """Say hello, and map the arena if it is another. Raises OSError and KvtierError."""
+        check_own(self.path)
         hello = Hello(self._session, self.engine, "worker")
         wire, welcome, fd = connect(self.path, hello, until)
         if welcome.arena == self.arena.id:

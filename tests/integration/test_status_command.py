@@ -123,6 +123,8 @@ def test_whoever_asks_how_often_the_daemon_is_asked_once_a_second(tmp_path, monk
         (["x", "--listen", "80"], "is no HOST:PORT, such as 127.0.0.1:9477"),
         (["x", "--listen", "127.0.0.1:99999"], "is no HOST:PORT"),
         (["x", "--listen", "no.such.invalid:1"], "cannot listen at"),
+        (["daemon:///run/kv.sock"], "no path of a socket, such as /run/kvtier/kv.sock"),
+        (["unix:no/such?timeout=1s"], "/no/such within 0.1 s ([Errno 2] No such file or dir"),
         (["x" * 200], "bytes, and the system takes 107"),
     ],
 )

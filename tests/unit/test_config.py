@@ -65,6 +65,8 @@ WRONG_URLS = {
     "unknown tier": ("lmbd:/kv?capacity=1GiB", "unknown tier 'lmbd'; did you mean 'lmdb'?"),
     "far tier": ("floppy:/kv", "choose from: dram, files, lmdb, memory"),
     "a daemon": ("unix:/run/kv.sock", "unix: is a daemon, and no tier of another cache; open it a"),
+    "a daemon by another name": ("daemon:///run/kv.sock", "is 'unix:/run/kv.sock' meant?"),
+    "a socket alone": ("/run/kv.sock?timeout=1s", "by its socket: is 'unix:/run/kv.sock' meant?"),
     "no scheme": ("/var/lib/kv?capacity=1GiB", "unknown tier"),
     "no colon": ("lmdb", "needs a colon: lmdb:"),
     "nothing": ("", "unknown tier ''"),

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 import kvtier
-from kvtier.daemon.place import MOST_PATH, Place, check_path, rendezvous, runtime_folder
+from kvtier.daemon.place import (
+    MOST_PATH,
+    Place,
+    check_own,
+    check_path,
+    rendezvous,
+    runtime_folder,
+    user_folder,
+)
+from kvtier.daemon.status import ask_status
+from kvtier.daemon.worker import Worker
+from kvtier.device.cpu import CpuDevice
+from kvtier.testing.toy import GEOMETRY, NAMESPACE
 
 FORKS = "ignore:This process .* is multi-threaded:DeprecationWarning"  # Python 3.12
 pytestmark = pytest.mark.filterwarnings(FORKS)
@@ -207,24 +219,69 @@ def short():
         yield Path(folder)
 
 
-def test_the_users_own_folder_is_made_and_kept_private(short, monkeypatch):
+def test_the_users_own_folder_is_made_for_a_daemon_and_kept_private(short, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
-    assert rendezvous("an-engine") == short / "kvtier" / "engine-an-engine.sock"
+    assert runtime_folder() == short / "kvtier"
     assert (short / "kvtier").stat().st_mode & 0o777 == 0o700
+    assert rendezvous("an-engine") == short / "kvtier" / "engine-an-engine.sock"
     long, odd = rendezvous("x" * 200), rendezvous("../../etc/passwd")
     assert {one.parent for one in (long, odd)} == {short / "kvtier"}
     assert long != odd
+    check_own(str(odd))
     (short / "kvtier").chmod(0o755)
-    with pytest.raises(kvtier.ConfigError, match="is no folder of this user's alone; remove it"):
+    refuse = pytest.raises(kvtier.ConfigError, match="is no folder of this user's alone; remove it")
+    with refuse:
         runtime_folder()
+    with refuse:
+        check_own(str(odd))
+    check_own(str(short / "elsewhere" / "s"))
 
 
 def test_a_link_in_its_place_is_refused(short, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
     (short / "elsewhere").mkdir(0o700)
     (short / "kvtier").symlink_to(short / "elsewhere")
+    refuse = pytest.raises(kvtier.ConfigError, match="is no folder of this user's alone")
+    with refuse:
+        runtime_folder()
+    with refuse:
+        check_own(str(rendezvous("an-engine")))
+
+
+def ask_for_status(path):
+    ask_status(str(user_folder() / "kv.sock") if path is None else path, 0.1)
+
+
+def bind_a_rank(path):
+    Worker("an-engine", path).bind(GEOMETRY, [], CpuDevice(), timeout=0.1)
+
+
+def open_a_cache(path):
+    url = f"unix:{user_folder() / 'kv.sock' if path is None else path}?timeout=100ms"
+    kvtier.open(url, namespace=NAMESPACE)
+
+
+@pytest.mark.parametrize("client", [ask_for_status, bind_a_rank, open_a_cache])
+@pytest.mark.parametrize("where", [None, "no/such/kv.sock", "kv.sock"])
+def test_a_client_makes_nothing(short, monkeypatch, client, where):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
+    path = None if where is None else str(short / where)
+    says = rf"no daemon answers at {short}/.*No such file.*start one with `kvtier serve`, or see"
+    with pytest.raises(kvtier.ConfigError, match=says):
+        client(path)
+    assert list(short.iterdir()) == []
+
+
+@pytest.mark.parametrize("client", [ask_for_status, bind_a_rank])
+def test_a_client_trusts_no_folder_that_others_may_write_to(short, monkeypatch, client):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
+    runtime_folder().chmod(0o777)
     with pytest.raises(kvtier.ConfigError, match="is no folder of this user's alone"):
-        rendezvous("an-engine")
+        client(None)
+    monkeypatch.setattr("kvtier.daemon.status.check_own", lambda _: None)
+    monkeypatch.setattr("kvtier.daemon.worker.check_own", lambda _: None)
+    with pytest.raises(kvtier.ConfigError, match="no daemon answers at"):  # the twin asks there
+        client(None)
 
 
 def test_a_file_that_is_no_lock_is_not_taken_for_one(tmp_path):
