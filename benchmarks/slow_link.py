@@ -4,48 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import subprocess
 import sys
 import time
-from types import TracebackType
-from typing import Self
+
+from beside import Beside
 
 __all__ = ["SlowLink"]
 
 PIECE = 64 << 10
 
 
-class SlowLink:
+class SlowLink(Beside):
     """Forwards to `port`, each way at `bytes_per_s` for all connections together.
 
     A context manager.
     """
 
     def __init__(self, port: int, bytes_per_s: float) -> None:
-        command = [sys.executable, __file__, str(port), str(bytes_per_s)]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.endpoint = f"http://127.0.0.1:{self._process.stdout.readline().strip()}"
+        super().__init__(__file__, port, bytes_per_s)
 
     def sent(self) -> tuple[int, int]:
         """Return how many bytes went there, and how many came back, until now."""
-        self._process.stdin.write("\n")
-        self._process.stdin.flush()
-        there, back = self._process.stdout.readline().split()
+        there, back = self.ask("").split()
         return int(there), int(back)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._process.stdin.close()
-        self._process.wait(10)
 
 
 class Way:

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvtier.errors import ConfigError, Unavailable
-from kvtier.testing.with_parent import with_parent
+from kvtier.testing.servers import said, start, stop
 
 __all__ = ["MooncakeMaster"]
 
@@ -49,19 +49,13 @@ class MooncakeMaster:
             *("-metrics_host=127.0.0.1", f"-metrics_port={self.admin_port}"),
             "-default_kv_lease_ttl=500",
         ]
-        with Path(self._folder.name, "output").open("wb") as output:
-            self._process = subprocess.Popen(  # noqa: S603  (our own command)
-                with_parent(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._process = start(command, Path(self._folder.name))
         late = time.monotonic() + _READY_SECONDS
         while not (_listens(self.port) and _listens(self.admin_port)):
             if self._process.poll() is not None or time.monotonic() > late:
-                said = Path(self._folder.name, "output").read_text(errors="replace")
+                why = said(Path(self._folder.name))
                 self.close()
-                raise Unavailable(f"the Mooncake master did not come up; it said: {said[-500:]}")
+                raise Unavailable(f"the Mooncake master did not come up; it said: {why[-500:]}")
             time.sleep(0.02)
         return self
 
@@ -77,12 +71,7 @@ class MooncakeMaster:
         """Stop it. Idempotent."""
         process, self._process = self._process, None
         if process is not None:
-            process.terminate()
-            try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            stop(process, _STOP_SECONDS)
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None

@@ -12,7 +12,6 @@ import os
 import random
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -24,7 +23,7 @@ from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
 from kvtier.errors import ConfigError, Unavailable
-from kvtier.testing.with_parent import with_parent
+from kvtier.testing.servers import is_free, said, start, stop
 
 __all__ = ["SeaweedServer", "Traffic"]
 
@@ -194,22 +193,14 @@ class SeaweedServer:
         # It would take credentials of this process's environment for its own.
         env = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         env["WEED_MASTER_VOLUME_GROWTH_COPY_1"] = "1"  # or each bucket gets seven volumes at once
-        with (folder / "output").open("wb") as output:
-            self._process = subprocess.Popen(  # noqa: S603  (our own command)
-                with_parent(command),
-                cwd=folder,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._process = start(command, folder, env)
 
     def _wait_ready(self) -> None:
         from botocore.exceptions import BotoCoreError, ClientError
 
         give_up = time.monotonic() + _READY_SECONDS
         probe = {"Bucket": "kvtier-ready", "Key": "probe"}
-        process, said = self._process, "no answer"
+        process, why = self._process, "no answer"
         while process is not None and process.poll() is None and time.monotonic() < give_up:
             try:
                 with contextlib.suppress(self.client().exceptions.BucketAlreadyOwnedByYou):
@@ -218,13 +209,13 @@ class SeaweedServer:
                 self.client().get_object(**probe)["Body"].read()
                 return
             except (BotoCoreError, ClientError) as error:
-                said = str(error)
+                why = str(error)
                 time.sleep(0.05)
-        raise Unavailable(f"SeaweedFS did not come up: {said}; its log ends: {self._last()}")
+        raise Unavailable(f"SeaweedFS did not come up: {why}; its log ends: {self._last()}")
 
     def _last(self) -> str:
-        output = Path(self._folder.name if self._folder else ".", "output")
-        return " | ".join(output.read_text(errors="replace").splitlines()[-3:])
+        lines = said(Path(self._folder.name)).splitlines() if self._folder else []
+        return " | ".join(lines[-3:])
 
     def _stop(self) -> None:
         if self._boto is not None:
@@ -233,12 +224,8 @@ class SeaweedServer:
         process, self._process = self._process, None
         if process is None:
             return
-        process.terminate()
         try:
-            process.wait(_STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            stop(process, _STOP_SECONDS)
         finally:
             # The only files outside its folder. Killed, it leaves them, and their place is fixed.
             for part, port in self._ports.items():
@@ -273,15 +260,6 @@ def _free_ports(count: int) -> list[int]:
     found: list[int] = []
     while len(found) < count:
         port = random.randrange(*_LOW_PORTS)
-        if port not in found and _is_free(port) and _is_free(port + _GRPC):
+        if port not in found and is_free(port) and is_free(port + _GRPC):
             found.append(port)
     return found
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvtier.errors import ConfigError, Unavailable
-from kvtier.testing.with_parent import with_parent
+from kvtier.testing.servers import is_free, said, start, stop
 
 __all__ = ["ValkeyServer"]
 
@@ -73,11 +73,11 @@ class ValkeyServer:
             if self._is_ready():
                 return
             self.kill()
-            said = Path(self._folder.name, "output").read_text(errors="replace")
-            if "already in use" not in said:
+            why = said(Path(self._folder.name))
+            if "already in use" not in why:
                 break
             self.port = 0
-        raise Unavailable(f"the Valkey server did not come up; it said: {said[-500:]}")
+        raise Unavailable(f"the Valkey server did not come up; it said: {why[-500:]}")
 
     def ask(self, *words: bytes) -> bytes:
         """Say something to it, as anybody may, and return the beginning of its answer."""
@@ -104,12 +104,7 @@ class ValkeyServer:
     def close(self) -> None:
         """Stop it and remove what it kept. Idempotent."""
         if self._process is not None:
-            self._process.terminate()
-            self.resume()
-            try:
-                self._process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
-                self.kill()
+            stop(self._process, _STOP_SECONDS)
             self._process = None
         self._folder.cleanup()
 
@@ -129,13 +124,7 @@ class ValkeyServer:
         }
         config = Path(self._folder.name, "valkey.conf")
         config.write_text("".join(f'{name} "{value}"\n' for name, value in options.items()))
-        with Path(self._folder.name, "output").open("wb") as output:
-            self._process = subprocess.Popen(  # noqa: S603  (our own command)
-                with_parent([_binary(), str(config)]),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
+        self._process = start([_binary(), str(config)], Path(self._folder.name))
 
     def _is_ready(self) -> bool:
         late = time.monotonic() + _READY_SECONDS
@@ -168,9 +157,5 @@ def _binary() -> str:
 def _free_port() -> int:
     while True:
         port = random.randrange(*_LOW_PORTS)
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
+        if is_free(port):
             return port

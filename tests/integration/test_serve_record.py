@@ -102,7 +102,7 @@ def test_a_server_that_starts_again_goes_on_with_the_recording(tmp_path):
 
 
 def test_a_folder_that_is_gone_when_a_server_starts_again_costs_lines_alone(tmp_path):
-    """Guard: tests/unit/test_recorder.py, the recorder that is made again."""
+    """Guard: tests/unit/recorder/test_recorder.py, the recorder that is made again."""
     folder = tmp_path / "logs"
     folder.mkdir()
     path = folder / "r.jsonl"

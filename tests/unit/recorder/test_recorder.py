@@ -16,24 +16,8 @@ from kvtier.metrics import Metrics
 from kvtier.planning.trace import read_trace
 from kvtier.recorder import Recorder, Recording
 from kvtier.seams import Future
-from kvtier.testing.small_recorder import SALT, Hands, asked, lines, recorders, written
+from kvtier.testing.small_recorder import SALT, asked, lines, written
 from kvtier.testing.toy import CHUNK, dram, opened, prompt
-
-
-@pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def record(tmp_path, clock):
-    with recorders(tmp_path, clock) as start:
-        yield start
-
-
-@pytest.fixture
-def recorder(record):
-    return record()
 
 
 @pytest.mark.everywhere

@@ -11,24 +11,8 @@ import pytest
 from kvtier.metrics import Metrics
 from kvtier.planning.trace import read_trace
 from kvtier.recorder import Recorder, Recording
-from kvtier.testing.small_recorder import Hands, asked, lines, recorders, written
+from kvtier.testing.small_recorder import asked, lines, written
 from kvtier.testing.toy import CHUNK
-
-
-@pytest.fixture
-def clock() -> Hands:
-    return Hands()
-
-
-@pytest.fixture
-def record(tmp_path, clock):
-    with recorders(tmp_path, clock) as start:
-        yield start
-
-
-@pytest.fixture
-def recorder(record):
-    return record()
 
 
 def test_full_files_are_numbered_and_the_oldest_go(tmp_path, recorder, clock):

@@ -1,0 +1,48 @@
+"""A process beside the one that is measured, which is asked and answers by lines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import TracebackType
+from typing import Self
+
+__all__ = ["Beside"]
+
+
+class Beside:
+    """Runs a script that first says at which port it listens; a context manager.
+
+    It ends when its stdin does.
+    """
+
+    def __init__(self, script: str, *arguments: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, script, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.port = int(self._said())
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+
+    def ask(self, text: str) -> str:
+        """Say a line, and return what it answers. Blocks."""
+        self.process.stdin.write(text + "\n")
+        self.process.stdin.flush()
+        return self._said()
+
+    def _said(self) -> str:
+        return self.process.stdout.readline().strip()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.stdin.close()
+        self.process.wait(10)
