@@ -53,9 +53,7 @@ Examples:
     metavar="MODEL",
     help="Take the KV of one token from a model, named as `kvtier plan` takes it.",
 )
-@click.option(
-    "--kv", metavar="TYPE", default="fp16", show_default=True, help="fp32 to fp4; for --model."
-)
+@click.option("--kv", metavar="TYPE", help="fp32 to fp4; for --model.  [default: fp16]")
 @click.option(
     "--ttl",
     type=TTL,
@@ -194,10 +192,14 @@ def _take_model(options: dict[str, Any]) -> None:
     from kvtier.planning.sizing import token_bytes
 
     if options["model"] is None:
+        if options["kv"] is not None:
+            raise ConfigError("--kv is the precision of a --model; name one, or leave --kv out")
         return
     if options["bytes_per_token"] is not None:
         raise ConfigError("--model says the bytes of a token; leave --bytes-per-token out")
-    options["bytes_per_token"] = f"{token_bytes(model_size(options['model']), options['kv'])}B"
+    options["bytes_per_token"] = (
+        f"{token_bytes(model_size(options['model']), options['kv'] or 'fp16')}B"
+    )
 
 
 def _block_bytes(per_token: str | None, block_size: int) -> int | None:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["parse_level", "replay_stack", "show_stack"]
 
 _YEAR_DAYS: Final = 365
+_MOST_LEVELS: Final = 16
+_MOST_LATENCY: Final = 3600.0
 _FORM: Final = "NAME:SIZE@SPEED+LATENCY, such as lmdb:1TiB@5GB/s+100us"
 
 
@@ -29,11 +31,16 @@ def parse_level(text: str) -> Level:
     speed, _, latency = speed.partition("+")
     if not (name and colon and size and at and speed.endswith("/s")):
         raise ConfigError(f"a tier looks like {_FORM}, not {text!r}")
+    seconds = parse_seconds(latency) if latency else 0.0
+    if seconds > _MOST_LATENCY:
+        raise ConfigError(
+            f"a latency of {latency} is beyond {_MOST_LATENCY:.0f}s, the most there is"
+        )
     return Level(
         name,
         None if size == "unbounded" else parse_bytes(size),
         float(parse_bytes(speed.removesuffix("/s"))),
-        parse_seconds(latency) if latency else 0.0,
+        seconds,
     )
 
 
@@ -89,6 +96,8 @@ def replay_stack(
 def _levels(options: Mapping[str, Any]) -> list[Level]:
     """Return the tiers that were named. Raises ConfigError for what does not go with them."""
     levels = [parse_level(text) for text in options["tiers"]]
+    if len(levels) > _MOST_LEVELS:
+        raise ConfigError(f"{len(levels)} tiers; at most {_MOST_LEVELS} can be replayed")
     twice = {one.name for one in levels if [each.name for each in levels].count(one.name) > 1}
     if twice:
         raise ConfigError(f"two tiers are called {min(twice)}; give each a name of its own")

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import gzip
+import io
+import json
 import re
+import stat
+import tomllib
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import IO, Any, Final
 
-__all__ = ["TraceFiles", "trace_files"]
+import zstandard
+
+__all__ = ["TraceFiles", "check_regular", "trace_files", "unpacked", "what_is_wrong"]
 
 _NUMBERED: Final = re.compile(r"(.+)\.([1-9][0-9]?)")
 _RECORDING: Final = re.compile(rb'"recording": ?"([0-9a-f]+)"')
 _BLOCK: Final = re.compile(rb'"block_tokens": ?([1-9][0-9]{0,8})\b')
 _LOOKED_AT: Final = 4096  # bytes of a line: hashes stand at its end
+_PIECE: Final = 1 << 16
 _USUAL_BLOCK: Final = 512  # Mooncake's
 
 
@@ -54,10 +63,70 @@ def trace_files(named: Iterable[str | Path]) -> list[TraceFiles]:
         group = groups.setdefault(base, {})
         if not number:
             group.update(_siblings(path))
-            if group and not path.exists():  # it is full, and the next one has not begun
+            if group and not _is_file(path):  # it is full, and the next one has not begun
                 number = min(group)
         wanted[group.setdefault(number, path)] = None
     return [files for group in groups.values() for files in _apart(group, wanted)]
+
+
+def check_regular(path: Path) -> None:
+    """Raise OSError for what is no file that ends: a pipe may wait for a writer for ever."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        what = "a directory" if stat.S_ISDIR(mode) else "a pipe or a device"
+        raise OSError(f"it is {what}; give a file")
+
+
+def what_is_wrong(error: Exception) -> str:
+    """Return why a text is no JSON, or no TOML, in words that are about the text."""
+    if isinstance(error, json.JSONDecodeError | tomllib.TOMLDecodeError | UnicodeDecodeError):
+        return str(error)
+    return "too long a number, or too deep"
+
+
+class _Unpacked(io.RawIOBase):
+    """What a file of zstd frames holds. Raises EOFError where the last one is cut off."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__()
+        self._file = file
+        self._frame = zstandard.ZstdDecompressor().decompressobj()
+        self._begun = False  # whether the frame is
+        self._packed = b""
+        self._left = memoryview(b"")
+
+    def readable(self) -> bool:
+        """See RawIOBase."""
+        return True
+
+    def readinto(self, target: Any) -> int:
+        """See RawIOBase."""
+        while not self._left:
+            self._packed = self._packed or self._file.read(_PIECE)
+            if not self._packed:
+                if self._begun:
+                    raise EOFError("it is cut off: its last zstd frame has no end")
+                return 0
+            self._begun = True
+            self._left = memoryview(self._frame.decompress(self._packed))
+            self._packed = b""
+            if self._frame.eof:
+                self._packed = self._frame.unused_data
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                self._begun = False
+        count = min(len(target), len(self._left))
+        target[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+
+def unpacked(file: IO[bytes]) -> Any:
+    """Return a file's bytes as a stream, which is the file itself where it is not packed."""
+    magic = file.read(4)
+    file.seek(0)
+    if magic == zstandard.MAGIC_NUMBER.to_bytes(4, "little"):
+        return io.BufferedReader(_Unpacked(file), _PIECE)
+    return gzip.GzipFile(fileobj=file) if magic[:2] == b"\x1f\x8b" else file
 
 
 def _apart(group: dict[int, Path], wanted: dict[Path, None]) -> list[TraceFiles]:
@@ -81,13 +150,23 @@ def _siblings(path: Path) -> dict[int, Path]:
     if not path.name:
         return {}
     beside = {number: path.with_name(f"{path.name}.{number}") for number in range(1, 100)}
-    return {number: one for number, one in beside.items() if one.is_file()}
+    return {number: one for number, one in beside.items() if _is_file(one)}
+
+
+def _is_file(path: Path) -> bool:
+    """Tell whether a file is there; a name that no file can have is told where it is opened."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
 
 
 def _head(path: Path) -> bytes:
     """Return how a file begins; nothing where it cannot be read, which is told later."""
     try:
+        check_regular(path)
         with path.open("rb") as file:
-            return file.read(_LOOKED_AT).split(b"\n", 1)[0]
-    except (OSError, ValueError):
+            head: bytes = unpacked(file).read(_LOOKED_AT)
+    except (OSError, EOFError, ValueError, zlib.error, zstandard.ZstdError):
         return b""
+    return head.split(b"\n", 1)[0]

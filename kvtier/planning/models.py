@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 from kvtier.errors import ConfigError, unknown
+from kvtier.planning.files import check_regular, what_is_wrong
 
 __all__ = ["MODELS", "ModelSize", "model_size"]
 
 _MOST: Final = 1 << 40
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
+_WHOLE: Final = re.compile(r"[0-9]{1,20}")
 _SHOWN: Final = 80  # characters of what a file has that an error repeats
 _FIELDS: Final = {
     "layers": "num_hidden_layers",
@@ -116,6 +119,8 @@ def model_size(name: str) -> ModelSize:
     """
     if "=" in name:
         return _given(name)
+    if not name:  # which would be the current directory
+        raise unknown("model", name, MODELS)
     path = Path(name)
     try:
         in_folder, is_file = path.is_dir(), path.is_file()
@@ -139,8 +144,13 @@ def _given(text: str) -> ModelSize:
         key, _, value = pair.strip().partition("=")
         if key not in fields:
             raise unknown("size of a model", key, fields)
-        if not value.isdecimal() or not int(value) < _MOST:
-            raise ConfigError(f"{key} must be a whole number, not {value!r}")
+        if key in found:
+            raise ConfigError(f"{key} of the model is given twice")
+        most = 2 if key == "tied" else _MOST
+        if not _WHOLE.fullmatch(value) or not int(value) < most:
+            raise ConfigError(
+                f"{key} must be a whole number below {most:,}, not {value[:_SHOWN]!r}"
+            )
         found[key] = int(value)
     lacks = [
         key
@@ -155,11 +165,12 @@ def _given(text: str) -> ModelSize:
 def _read(path: Path) -> ModelSize:
     """Read a config.json, as transformers write it."""
     try:
+        check_regular(path)
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+        raise ConfigError(f"{path} is not JSON: {what_is_wrong(error)}") from error
     if not isinstance(config, dict):
         raise ConfigError(f"{path} is not a JSON object")
     text = config.get("text_config", config)  # of a model that sees images, too

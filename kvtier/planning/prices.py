@@ -14,6 +14,7 @@ from typing import Final
 import msgspec
 
 from kvtier.errors import ConfigError, unknown
+from kvtier.planning.files import check_regular, what_is_wrong
 
 __all__ = ["DAY", "MONTH", "Prices", "read_prices"]
 
@@ -56,11 +57,12 @@ class Prices(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def read_prices(path: Path) -> Prices:
     """Read a TOML file of some or all prices. Raises ConfigError that names the key."""
     try:
+        check_regular(path)
         found = tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {what_is_wrong(error)}") from error
     for key, value in found.items():
         if key not in Prices.__struct_fields__:
             raise unknown("price", key, Prices.__struct_fields__)

@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from kvtier.errors import unknown
+from kvtier.errors import ConfigError, unknown
 from kvtier.planning.compared import CostAware, Fifo, Sieve, TinyLfu, TwoQueues
 from kvtier.planning.optimum import ceiling, optimum
 from kvtier.planning.simulate import Hits, Overlay, simulate
@@ -90,6 +90,8 @@ def chosen(names: str) -> list[str]:
     for name in found:
         if name not in known:
             raise unknown("policy", name, (*known, "all"))
+    if not found:
+        raise ConfigError("--policy names none; name one, such as lru, or all")
     return found
 
 

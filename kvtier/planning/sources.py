@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from kvtier.errors import ConfigError
 from kvtier.planning.files import TraceFiles, trace_files
 from kvtier.planning.trace import Trace, read_trace
 from kvtier.planning.workloads import PREFIX, Workload, parse_workload
@@ -39,10 +40,17 @@ def read_source(
 
     block_tokens: None for the source's own, or what is usual there. time_unit: a key of UNITS, of
     a file's timestamps; those of recordings and of workloads are known. tell: called now and then
-    with how much is done, of how much. Raises ConfigError, of a file with line and field.
+    with how much is done, of how much. Raises ConfigError, of a file with line and field, and where
+    no prompt fills a block.
     """
     if isinstance(source, Workload):
-        return source.draw(block_tokens, tell=tell)
-    trace = read_trace(source, block_tokens, skip_bad=skip_bad, tell=tell)
-    trace.seconds_per_unit = UNITS["ms" if trace.recording else time_unit]
+        trace = source.draw(block_tokens, tell=tell)
+    else:
+        trace = read_trace(source, block_tokens, skip_bad=skip_bad, tell=tell)
+        trace.seconds_per_unit = UNITS["ms" if trace.recording else time_unit]
+    if not trace.uses:
+        raise ConfigError(
+            f"{trace.name}: no prompt fills a block of {trace.block_tokens} tokens, so nothing "
+            "could be found again; is --block-size right?"
+        )
     return trace

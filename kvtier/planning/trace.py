@@ -7,12 +7,11 @@ a block of tokens and all before it.
 
 from __future__ import annotations
 
-import gzip
-import io
 import itertools
 import json
 import zlib
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
@@ -20,7 +19,13 @@ from typing import IO, Any, Final
 import zstandard
 
 from kvtier.errors import ConfigError
-from kvtier.planning.files import TraceFiles, trace_files
+from kvtier.planning.files import (
+    TraceFiles,
+    check_regular,
+    trace_files,
+    unpacked,
+    what_is_wrong,
+)
 
 __all__ = ["Trace", "read_trace"]
 
@@ -161,8 +166,9 @@ def read_trace(
 ) -> Trace:
     """Read a trace: a file, or all those of a recording, see ``trace_files``.
 
-    block_tokens: tokens of a block; None: as recorded, or 512. skip_bad: count bad lines instead
-    of refusing the file. tell: called now and then with the bytes that are read, of how many.
+    block_tokens: tokens of a block, and what was recorded with others is left out; None: as
+    recorded, or 512. skip_bad: count bad lines instead of refusing the file. tell: called now and
+    then with the bytes that are read, of how many.
     The last line of a file may be torn: who wrote it was killed. That is a note.
     Raises ConfigError that names line and field.
     """
@@ -174,10 +180,12 @@ def read_trace(
     if files.others:
         names = " and ".join(path.name for path in files.others)
         trace.notes.append(f"{names}: of another recording, left out; name them to read them")
+    left_out = _LeftOut(trace, skip_bad=skip_bad, chosen=block_tokens is not None)
     behind, path = 0, files.path
     try:
         total = sum(path.stat().st_size for path in files.paths)
         for path in files.paths:
+            check_regular(path)
             with path.open("rb") as file:
                 for number, line in _lines(file):
                     if tell is not None and not number % 256:
@@ -185,13 +193,12 @@ def read_trace(
                     try:
                         _add(trace, line)
                     except ConfigError as error:
-                        _forgive(trace, error, f"{path}, line {number}", skip_bad=skip_bad)
+                        left_out.add(error, f"{path}, line {number}")
             behind += path.stat().st_size
     except (OSError, EOFError, ValueError, zlib.error, zstandard.ZstdError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    if not len(trace):
-        bad = [f"{trace.skipped:,} bad lines were left out"] if trace.skipped else []
-        raise ConfigError("; ".join((f"{path} has no requests", *bad, *trace.notes)))
+        cause = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot read {path}: {cause}") from error
+    left_out.end(path)
     return trace
 
 
@@ -199,14 +206,48 @@ class _TornError(ConfigError):
     """The last line ends before it is whole."""
 
 
-def _forgive(trace: Trace, error: ConfigError, where: str, *, skip_bad: bool) -> None:
-    """Take note of a line that is left out. Raises ConfigError for one that may not be."""
-    if isinstance(error, _TornError):
-        trace.notes.append(f"{where}: it is torn, as by a kill, and left out")
-    elif skip_bad:
-        trace.skipped += 1
-    else:
-        raise ConfigError(f"{where}: {error}") from error
+class _OtherSizeError(ConfigError):
+    """A request of a model with chunks of another size: nothing is bad about it."""
+
+    def __init__(self, size: int, above: int) -> None:
+        self.size = size
+        super().__init__(
+            f"block_tokens: {size}, and {above} above: models with chunks of two sizes were "
+            f"recorded here; --block-size {size} or --block-size {above} replays those of one"
+        )
+
+
+class _LeftOut:
+    """Lines that are left out. chosen: whether the size of blocks was, so that others may be."""
+
+    def __init__(self, trace: Trace, *, skip_bad: bool, chosen: bool) -> None:
+        self._trace = trace
+        self._skip_bad = skip_bad
+        self._chosen = chosen
+        self._others: Counter[int] = Counter()
+
+    def add(self, error: ConfigError, where: str) -> None:
+        """Take note of a line. Raises ConfigError for one that may not be left out."""
+        if isinstance(error, _OtherSizeError) and self._chosen:
+            self._others[error.size] += 1
+        elif isinstance(error, _TornError):
+            self._trace.notes.append(f"{where}: it is torn, as by a kill, and left out")
+        elif self._skip_bad and not isinstance(error, _OtherSizeError):
+            self._trace.skipped += 1
+        else:
+            raise ConfigError(f"{where}: {error}") from error
+
+    def end(self, path: Path) -> None:
+        """Tell of models that were left out. Raises ConfigError where nothing else is there."""
+        trace = self._trace
+        trace.notes += [
+            f"{trace.name}: left out: {count:,} with chunks of {size} tokens, of another model; "
+            f"--block-size {size} replays them"
+            for size, count in sorted(self._others.items())
+        ]
+        if not len(trace):
+            bad = [f"{trace.skipped:,} bad lines were left out"] if trace.skipped else []
+            raise ConfigError("; ".join((f"{path} has no requests", *bad, *trace.notes)))
 
 
 def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -214,14 +255,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
     A line beyond all measure is cut, and so bad.
     """
-    magic = file.read(4)
-    file.seek(0)
-    stream: Any = file
-    if magic == zstandard.MAGIC_NUMBER.to_bytes(4, "little"):
-        unpacked = zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-        stream = io.BufferedReader(unpacked)
-    elif magic[:2] == b"\x1f\x8b":
-        stream = gzip.GzipFile(fileobj=file)
+    stream = unpacked(file)
     number = 0
     while line := stream.readline(_MOST_BYTES):
         number += 1
@@ -241,7 +275,7 @@ def _add(trace: Trace, line: bytes) -> None:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         kind = ConfigError if line.endswith(b"\n") else _TornError
-        raise kind(f"it is not JSON ({error})") from error
+        raise kind(f"it is not JSON ({what_is_wrong(error)})") from error
     if not isinstance(fields, dict):
         raise ConfigError("it is not a JSON object")
     time = _number(fields, "timestamp", float)
@@ -274,13 +308,10 @@ def _add(trace: Trace, line: bytes) -> None:
 
 def _recording(trace: Trace, fields: dict[str, Any]) -> str:
     """Return what a line was recorded with. Raises ConfigError where that is not the trace's."""
-    said = fields.get("block_tokens", trace.block_tokens)
-    if said != trace.block_tokens:
-        size = _shown(said)
-        raise ConfigError(
-            f"block_tokens: recorded with {size}; pass --block-size {size}, and --skip-bad where a "
-            "recording has several"
-        )
+    if "block_tokens" in fields:
+        said = int(_number(fields, "block_tokens", int, least=1))
+        if said != trace.block_tokens:
+            raise _OtherSizeError(said, trace.block_tokens)
     recording = fields.get("recording", trace.recording)
     if not isinstance(recording, str) or recording != (trace.recording or recording):
         raise ConfigError(
@@ -290,13 +321,13 @@ def _recording(trace: Trace, fields: dict[str, Any]) -> str:
     return recording
 
 
-def _number(fields: dict[str, Any], name: str, kind: type) -> float:
+def _number(fields: dict[str, Any], name: str, kind: type, least: int = 0) -> float:
     if name not in fields:
         raise ConfigError(f"{name}: it is missing")
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
         raise ConfigError(f"{name}: a number is needed, not {_shown(value)}")
-    if not 0 <= value < _MOST_NUMBER:
+    if not least <= value < _MOST_NUMBER:
         raise ConfigError(f"{name}: {_shown(value)} is out of range")
     return value
 

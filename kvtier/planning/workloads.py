@@ -176,7 +176,7 @@ class Workload:
         """Draw the requests, their times in milliseconds.
 
         tell: called now and then with the requests that are drawn, of how many.
-        Raises ConfigError for more blocks than a replay can hold, and for none.
+        Raises ConfigError for more blocks than a replay can hold.
         """
         size = self.block_tokens(block_tokens)
         self._check(size)
@@ -188,8 +188,6 @@ class Workload:
             trace.add(_MILLISECONDS * when, tokens, output, blocks[:asked], blocks[asked:])
             if tell is not None and not number % 256:
                 tell(number, count)
-        if not trace.uses:
-            raise ConfigError(f"{self.name}: no prompt fills a block of {size} tokens")
         return trace
 
     def _check(self, size: int) -> None:
@@ -223,8 +221,7 @@ def parse_workload(text: str) -> Workload:
     values = {key: parameter.default for key, parameter in known.items()}
     for key, value in given.items():
         if key not in known:
-            wrong = unknown(f"parameter of {PREFIX}{name}", key, known)
-            raise ConfigError(f"{wrong}; it has {', '.join(known)}")
+            raise unknown(f"parameter of {PREFIX}{name}", key, known)
         values[key] = known[key].read(f"{PREFIX}{name}: {key}", value)
     return Workload(shown, name, values)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 
@@ -105,6 +106,12 @@ def test_a_config_that_is_none_is_refused(tmp_path, text):
         model_size(str(path))
 
 
+def test_a_config_that_is_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="a pipe or a device"):
+        model_size(str(tmp_path))
+
+
 def sizes(hidden, layers, heads, kv_heads, intermediate, vocabulary, **more):
     return {
         "hidden_size": hidden,
@@ -165,6 +172,10 @@ def test_experts_count_as_the_models_cards_say(tmp_path, config, billions, withi
         (("llama-3-8b", "--gpus", "9" * 20), "gpus"),
         (("llama-3-8b", "--overhead", "much"), "much"),
         (("llama-3-8b", "--trace", "no-such"), "cannot read no-such"),
+        (("llama-3-8b", "--trace", "."), "it is a directory"),
+        (("llama-3-8b", "--prefill", "nan"), "--prefill': nan is no number"),
+        (("/dev/zero.json",), "cannot read /dev/zero.json"),
+        (("",), "unknown model ''"),
     ],
 )
 def test_bad_input_is_one_clear_error(capsys, args, says):
@@ -227,7 +238,9 @@ def test_a_model_is_given_by_its_sizes(capsys):
     for wrong, says in (
         (SIZES.replace("layers=80,", ""), "lacks layers"),
         (SIZES + ",layer=3", "layers"),
-        (SIZES.replace("=80", "=many"), "layers must be a whole number, not 'many'"),
+        (SIZES.replace("=80", "=many"), "layers must be a whole number below .*, not 'many'"),
+        (SIZES + ",layers=3", "layers of the model is given twice"),
+        (SIZES + ",tied=2", "tied must be a whole number below 2"),
     ):
         with pytest.raises(ConfigError, match=says):
             model_size(wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ import pytest
 import zstandard
 
 from kvtier.cli.main import run
+from kvtier.errors import ConfigError
+from kvtier.planning.trace import read_trace
 
 LINE = {"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": [1, 2]}
 
@@ -227,6 +230,68 @@ def test_recordings_of_two_salts_are_no_trace(tmp_path, capsys):
     assert "line 2: recording: 'bb', and 'aa' above" in error
 
 
+@pytest.fixture
+def two_models(tmp_path):
+    """Write a recording of two models, of one with chunks of 4 tokens and one with chunks of 8."""
+    path = tmp_path / "two"
+    lines = [
+        bad(block_tokens=size, hash_ids=[f"{size}.{n}" for n in range(8 // size)])
+        for size in (4, 8, 4, 8, 8)
+    ]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+@pytest.mark.parametrize("more", [(), ("--skip-bad",)])
+def test_models_with_chunks_of_two_sizes_are_not_one_trace(two_models, capsys, more):
+    assert run(["replay", str(two_models), "--capacity-blocks", "4", *more]) == 2
+    error = capsys.readouterr().err
+    assert "line 2: block_tokens: 8, and 4 above" in error
+    assert "--block-size 8 or --block-size 4 replays those of one" in error
+
+
+@pytest.mark.parametrize(("size", "requests", "others"), [(4, 2, 8), (8, 3, 4)])
+def test_one_of_them_is_replayed_where_its_size_is_given(
+    two_models, capsys, size, requests, others
+):
+    """The others are nobody's fault: they are not counted as bad."""
+    report = replayed(capsys, two_models, "--capacity-blocks", 9, "--block-size", size)
+    assert (report["requests"], report["skipped_lines"]) == (requests, 0)
+    (note,) = report["notes"]
+    assert f"left out: {5 - requests} with chunks of {others} tokens" in note
+    assert f"--block-size {others} replays them" in note
+    rate = 100 * (requests - 1) / requests
+    assert report["ceiling"]["hit_rate_blocks"] == pytest.approx(rate, abs=0.001)
+
+
+def test_a_size_that_none_of_them_has_names_theirs(two_models, capsys):
+    assert run(["replay", str(two_models), "--block-size", "16", "--sweep"]) == 2
+    error = capsys.readouterr().err
+    assert "--block-size 4" in error
+    assert "--block-size 8" in error
+
+
+def test_a_size_that_is_none_is_a_bad_line(tmp_path, capsys):
+    path = tmp_path / "t"
+    for size in (0, -4, "4", True, 4.0):
+        path.write_text(bad(block_tokens=size) + "\n")
+        assert run(["replay", str(path), "--block-size", "4", "--sweep"]) == 2
+        assert ", line 1: block_tokens: " in capsys.readouterr().err
+
+
+def test_a_packed_recording_says_its_size_too(tmp_path, capsys):
+    path = tmp_path / "r.gz"
+    path.write_bytes(gzip.compress(f"{bad(recording='aa', block_tokens=4)}\n".encode()))
+    assert replayed(capsys, path, "--sweep")["block_tokens"] == 4
+
+
+def test_prompts_that_fill_no_block_are_told(tmp_path, capsys):
+    path = tmp_path / "t"
+    path.write_text(bad(input_length=3, hash_ids=[]) + "\n")
+    assert run(["replay", str(path), "--sweep"]) == 2
+    assert "no prompt fills a block of 512 tokens" in capsys.readouterr().err
+
+
 def test_a_line_without_end_is_not_read_whole(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("kvtier.planning.trace._MOST_BYTES", 1000)
     path = tmp_path / "t.jsonl"
@@ -246,6 +311,9 @@ def test_a_line_without_end_is_not_read_whole(tmp_path, capsys, monkeypatch):
         (("--capacity", "8GiB"), "needs --bytes-per-token"),
         (("--capacity", "1KiB", "--bytes-per-token", "1MiB"), "below one block"),
         (("--capacity-blocks", "4", "--policy", "lur"), "did you mean 'lru'"),
+        (("--capacity-blocks", "4", "--policy", ","), "--policy names none"),
+        (("--capacity-blocks", "4", "--kv", "fp8"), "--kv is the precision of a --model"),
+        (("--capacity-blocks", "4", "--prefill", "inf"), "--prefill': inf is no number from"),
         (("--capacity-blocks", "4", "--warmup", "1"), "warmup"),
         (("--capacity-blocks", "4", "--block-size", "0"), "block-size"),
     ],
@@ -264,6 +332,23 @@ def test_a_packed_trace_that_ends_too_soon_is_no_torn_recording(tmp_path, capsys
     assert "line 2: it is not JSON" in capsys.readouterr().err
 
 
+def test_a_zstd_frame_that_is_cut_off_is_told_wherever_it_is(tmp_path):
+    """A trace would lack its end, and give hit rates all the same."""
+    lines = "".join(f"{bad(hash_ids=[n, f'{n}.'])}\n" for n in range(40)).encode()
+    frames = [zstandard.compress(lines), zstandard.compress(lines)]
+    whole = b"".join(frames)
+    path = tmp_path / "t.zst"
+    for end in range(5, len(whole)):
+        path.write_bytes(whole[:end])
+        if end == len(frames[0]):
+            assert len(read_trace(path, 4)) == 40
+            continue
+        with pytest.raises(ConfigError, match="it is cut off"):
+            read_trace(path, 4)
+    path.write_bytes(whole)
+    assert len(read_trace(path, 4)) == 80
+
+
 def test_files_that_are_no_traces(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     empty = tmp_path / "empty"
@@ -277,7 +362,11 @@ def test_files_that_are_no_traces(tmp_path, capsys, monkeypatch):
         (".", "cannot read"),
         ("/", "cannot read"),
         ("no/such", "cannot read"),
+        ("n" * 300, "cannot read"),
+        ("/dev/zero", "a pipe or a device; give a file"),
+        (tmp_path / "pipe", "a pipe or a device; give a file"),  # nobody will write into it
     )
+    os.mkfifo(tmp_path / "pipe")
     for path, says in cases:
         assert run(["replay", str(path), "--block-size", "4", "--capacity-blocks", "4"]) == 2
         assert says in capsys.readouterr().err

@@ -179,6 +179,8 @@ def test_the_command_shows_a_row_a_tier_and_writes_json(trace_file, tmp_path, ca
         (("--tier", "dram:1GiB@5GB/s", "--no-servable"), "--no-servable"),
         (("--tier", "lmdb:1GiB@5GB/s", "--tier", "dram:1GiB@5GB/s"), "dram comes first"),
         (("--tier", "dram:1GiB@5GB/s", "--prefill", "nan"), "--prefill"),
+        (("--tier", "dram:1GiB@5GB/s+2h"), "a latency of 2h is beyond 3600s"),
+        ([word for n in range(17) for word in ("--tier", f"t{n}:1GiB@5GB/s")], "at most 16"),
     ],
 )
 def test_what_makes_no_stack_is_told(trace_file, capsys, args, word):
@@ -201,6 +203,9 @@ def test_prices_are_read_and_checked(tmp_path, capsys):
         ("gpu_hour = -1", "0 or more"),
         ("gpu_hour = 'x'", "number"),
         ("gpu_hour", "TOML"),
+        ("gpu_hour = nan", "0 or more, not nan"),
+        ("gpu_hour = " + "9" * 9000, "too long a number"),
+        ("gpu_hour = " + "[" * 9000, "too deep"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=word):

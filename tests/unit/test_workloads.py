@@ -147,8 +147,11 @@ def test_an_answer_s_blocks_are_asked_for_by_nobody():
         ("shared-prefx", "did you mean 'shared-prefix'"),
         ("rag?documents", "must look like ?requests=2000&seed=1"),
         ("rag?documents=5&documents=6", "given twice"),
-        ("rag?documnets=5", "did you mean 'documents'?; it has documents, zipf, retrieved"),
-        ("rag?turns=5", "unknown parameter of workload:rag 'turns'"),
+        (
+            "rag?documnets=5",
+            "unknown parameter of workload:rag 'documnets'; did you mean 'documents'?",
+        ),
+        ("no-reuse?turns=5", "choose from: output, question, rate, requests, seed, vary"),
         ("rag?documents=", "documents must be a whole number from 1 to 1000000, not ''"),
         ("rag?documents=-5", "documents must be a whole number from 1 to 1000000, not '-5'"),
         ("rag?documents=1.5", "documents must be a whole number"),
