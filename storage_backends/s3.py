@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import itertools
 import re
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
@@ -38,6 +36,7 @@ from kvtier.storage_backends.s3_errors import (
 )
 from kvtier.storage_backends.s3_get import Getter, bucket_url, sender_for
 from kvtier.storage_backends.s3_medium import KEEPS_VERSIONS, S3Medium
+from kvtier.storage_backends.s3_ranges import Ranges, following, stop, together
 from kvtier.storage_backends.s3_send import Answer
 from kvtier.storage_backends.s3_service import (
     PRICES,
@@ -58,10 +57,7 @@ __all__ = ["S3Store"]
 
 A = TypeVar("A")
 
-_RANGE: Final = 4 << 20  # payload bytes a GET; a request costs about what 1 MiB of payload does,
-_TAIL: Final = 2 << 20  # so that a rest of less than this joins the range before it
 _IN_FLIGHT: Final = 16  # requests of this process at once, and connections kept
-_GATHER_SECONDS: Final = 3e-4  # in which the other records of a fetch are asked for, too
 _LOOK_FIRST: Final = 1 << 20  # a PUT of more bytes is worth a look whether it is there already
 _SCAN_BATCH: Final = 256  # headers asked for before the first of them is yielded
 
@@ -107,7 +103,7 @@ class S3Store:
         self._getter = Getter(client, place, self._sender)
         self._sender.serve(client)
         self._batches = Batches(f"s3://{place.bucket}", _IN_FLIGHT, self.causes)
-        self._lock, self._reading = threading.Lock(), 0  # records
+        self._ranges = Ranges(_IN_FLIGHT)
 
     @classmethod
     def open(cls, location: str, capacity: int | None, options: Mapping[str, object]) -> S3Store:
@@ -154,11 +150,10 @@ class S3Store:
     def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:
         """See Store. Records and their ranges are read in parallel, straight into the buffers."""
         jobs = [_Job(name, buffer, []) for name, buffer in zip(ids, into, strict=True)]
-        self._count(len(jobs))
         try:
-            results: list[Header | Exception] = self._batches.attempt(self._lead, jobs)
+            with self._ranges.reading(len(jobs)):
+                results: list[Header | Exception] = self._batches.attempt(self._lead, jobs)
         finally:
-            self._count(-len(jobs))
             # The buffers are the caller's again only when every range has ended.
             errors = [self._batches.errors(job.others) for job in jobs]
         for place, late in enumerate(errors):
@@ -172,10 +167,17 @@ class S3Store:
         ]
 
     def read_spans(self, spans: Sequence[Span]) -> list[Status]:
-        """See SpanStore. One ranged GET each, in parallel."""
-        results = self._batches.attempt(self._span, spans)
-        both = zip(results, self._batches.settle(results), strict=True)
-        return [Status.CORRUPT if found is False else status for found, status in both]
+        """See SpanStore. By ranged GETs in parallel, one for several that follow each other."""
+        runs = following(spans)
+        with self._ranges.reading(len(runs)):
+            lots = self._ranges.lots(runs)
+            results = self._batches.attempt(self._span, [together(lot) for lot in lots])
+        statuses = self._batches.settle(results)
+        return [
+            Status.CORRUPT if found is False else status
+            for lot, found, status in zip(lots, results, statuses, strict=True)
+            for _ in lot
+        ]
 
     def write_many(self, records: Sequence[Write]) -> list[Status]:
         """See Store. One after the other, so that ancestors are there before what needs them."""
@@ -239,8 +241,8 @@ class S3Store:
     def _lead(self, job: _Job) -> Header:
         """Read header and first range of a record, and set its other ranges going."""
         name, into, others = job
-        step = self._step(len(into))
-        first = _stop(0, len(into), step)
+        step = self._ranges.step(len(into))
+        first = stop(0, len(into), step)
         header, answer = self._begin(name, HEADER_BYTES + first)
         with answer:
             size = header.stored_bytes
@@ -248,22 +250,11 @@ class S3Store:
                 raise BrokenError(f"the buffer has {len(into)} bytes, the record {size}")
             start = first
             while start < size:
-                rest = into[start : (stop := _stop(start, size, step))]
+                rest = into[start : (end := stop(start, size, step))]
                 others.append(self._batches.submit(self._follow, name, answer.etag, start, rest))
-                start = stop
+                start = end
             answer.fill(into[: min(first, size)])
         return header
-
-    def _count(self, records: int) -> None:
-        with self._lock:
-            self._reading += records
-
-    def _step(self, size: int) -> int:
-        """Return the bytes of a range: requests cost CPU, so no more than are in flight."""
-        if size > _RANGE + _TAIL and self._reading < _IN_FLIGHT:
-            time.sleep(_GATHER_SECONDS)
-        most = max(_IN_FLIGHT // max(self._reading, 1), 1)
-        return max(-(-size // most), _RANGE)
 
     def _follow(self, name: RecordId, etag: str, start: int, into: memoryview) -> None:
         with self._get(name, HEADER_BYTES + start, len(into), etag) as answer:
@@ -289,8 +280,7 @@ class S3Store:
                 if total:
                     raise Corrupt("the object is shorter than its name says")
                 raise BrokenError("a range is not the one that was asked for")
-            for piece in span.into:
-                answer.fill(piece)
+            answer.spread(span.into)
         return True
 
     def _begin(self, name: RecordId, length: int) -> tuple[Header, Answer]:
@@ -373,7 +363,3 @@ class _Job(NamedTuple):
     name: RecordId
     into: memoryview
     others: list[Future[None]]
-
-
-def _stop(start: int, size: int, step: int) -> int:
-    return size if size - start < step + _TAIL else start + step

@@ -19,7 +19,7 @@ import threading
 import time
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from typing import Any, Final, NamedTuple, Self
@@ -68,6 +68,26 @@ class Answer:
         if got < len(into):
             raise BrokenError(f"the answer ended after {got} of {len(into)} bytes")
 
+    def spread(self, into: Sequence[memoryview]) -> None:
+        """Read the next bytes into buffers in turn, with few system calls. Raises as ``fill``."""
+        response, wanted = self._response, sum(map(len, into))
+        if not wanted or response.length is None or response.length < wanted:
+            for view in into:
+                self.fill(view)
+            return
+        with _reading():
+            early, late = _cut(into, len(response.fp.peek()))  # what came with the headers
+        for view in early:
+            self.fill(view)
+        if late:
+            with _reading():
+                got = self._wire.spread(late)
+            response.length -= got
+            if not response.length:
+                response.close()  # as it does itself after its last byte
+            if got < sum(map(len, late)):
+                raise BrokenError(f"the answer ended {response.length} bytes too early")
+
     def all(self) -> bytes:
         """Read all of a small body. Raises BrokenError when it does not come whole."""
         with _reading():
@@ -89,6 +109,17 @@ class Answer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _cut(views: Sequence[memoryview], at: int) -> tuple[list[memoryview], list[memoryview]]:
+    """Return what of views is before that byte, and what comes after."""
+    before: list[memoryview] = []
+    for index, view in enumerate(views):
+        if at < len(view):
+            return [*before, view[:at]], [view[at:], *views[index + 1 :]]
+        before.append(view)
+        at -= len(view)
+    return before, []
 
 
 class Sender:

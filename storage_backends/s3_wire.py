@@ -16,7 +16,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from http.client import HTTPResponse
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 from kvtier.clock import Clock, monotonic
 from kvtier.deadline import Deadline
@@ -24,7 +24,10 @@ from kvtier.storage_backends.s3_errors import BrokenError, LateError
 
 __all__ = ["Door", "Wire", "connected"]
 
+A = TypeVar("A")
+
 _SENT: Final = 1 << 18  # bytes between two looks at the clock
+_AT_ONCE: Final = 256  # views of one system call; Linux takes up to 1024
 
 
 class Door(NamedTuple):
@@ -72,9 +75,37 @@ class Wire:
 
     def receive(self, into: memoryview) -> int:
         """Wait for bytes and take what is there. Raises OSError, LateError and BrokenError."""
+        return self._taken(self._sock.recv_into, into)
+
+    def spread(self, views: Sequence[memoryview]) -> int:
+        """Fill views in turn, several by one system call, and return how many bytes came.
+
+        They are fewer only where the other end has hung up. Raises as ``receive`` does.
+        """
+        left = [view for view in reversed(views) if len(view)]  # the last one is next
+        filled = 0
+        while left:
+            if isinstance(self._sock, ssl.SSLSocket):  # which takes one view
+                got = self.receive(left[-1])
+            else:
+                got = self._taken(self._receive_each, left[: -_AT_ONCE - 1 : -1])
+            if not got:
+                break
+            filled += got
+            while left and got >= len(left[-1]):
+                got -= len(left.pop())
+            if got:
+                left[-1] = left[-1][got:]
+        return filled
+
+    def _receive_each(self, views: list[memoryview]) -> int:
+        got: int = self._sock.recvmsg_into(views)[0]
+        return got
+
+    def _taken(self, receive: Callable[[A], int], into: A) -> int:
         self._wait()
         try:
-            got: int = self._sock.recv_into(into)
+            got = receive(into)
         except TimeoutError:
             if self._heard:
                 self._wait()  # which says what of its time is over

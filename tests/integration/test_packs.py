@@ -16,6 +16,7 @@ from kvtier.testing.records import NAMESPACE, aligned, make_record
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, Toy, dram, opened, prompt
 from kvtier.tiers import places
 from kvtier.tiers.coding import Coding
+from kvtier.tiers.exact import Wanted, verify
 from kvtier.tiers.pack import CODEC_SIZED_PACK
 from kvtier.tiers.packer import Packer
 from kvtier.tiers.store import Span, Status, Write
@@ -223,22 +224,30 @@ def test_what_is_known_of_a_bucket_is_bounded_and_found_again(host, url, monkeyp
     assert (offered, loaded.tokens, exact) == (CHUNKS * CHUNK, CHUNKS * CHUNK, True)
 
 
+def eight(first: int) -> list[Write]:
+    """Return a chain of eight records of half a MiB."""
+    out: list[Write] = []
+    for depth in range(first, first + 8):
+        header, data = make_record(depth, 1 << 19, like_kv=True)
+        out.append(Write(structs.replace(header, parent=out[-1].header.id if out else None), data))
+    return out
+
+
+def test_spans_that_follow_each_other_are_one_request(s3_open, s3_server, monkeypatch):
+    monkeypatch.setattr(places, "_SPAN_BYTES", 1 << 20)
+    packer, records = Packer(s3_open()), eight(0)
+    packer.write_many(records)
+    before = s3_server.traffic()
+    assert read(packer, records) == [Status.OK] * 8
+    assert read(packer, records[:2] + records[4:]) == [Status.OK] * 6
+    assert s3_server.traffic().requests - before.requests == 1 + 2
+
+
 @pytest.fixture
 def another_form(s3_open):
     """Return a packer that has met raw packs alone, and records that lie in an encoded one."""
     store = s3_open()
-
-    def records(first: int) -> list[Write]:
-        """Return a chain of eight records of half a MiB."""
-        out: list[Write] = []
-        for depth in range(first, first + 8):
-            header, data = make_record(depth, 1 << 19, like_kv=True)
-            out.append(
-                Write(structs.replace(header, parent=out[-1].header.id if out else None), data)
-            )
-        return out
-
-    before, after = records(0), records(8)
+    before, after = eight(0), eight(8)
     Packer(store).write_many(before)
     writer, here = Packer(store), Packer(store)
     writer.coding = Coding("s3", LOSSLESS, lambda: 0.0, Metrics(), always=True)
@@ -253,7 +262,11 @@ def another_form(s3_open):
 def read(packer: Packer, records: list[Write]) -> list[Status]:
     buffers = [aligned(len(one.data)) for one in records]
     reads = packer.read_many([one.header.id for one in records], buffers)
-    return [one.status for one in reads]
+    wanted = [
+        Wanted(one.header.id, NAMESPACE, one.header.raw_bytes, into)
+        for one, into in zip(records, buffers, strict=True)
+    ]
+    return [verify(*both).status for both in zip(reads, wanted, strict=True)]
 
 
 def test_a_pack_of_another_form_is_no_fault_and_costs_one_small_request(another_form, s3_server):

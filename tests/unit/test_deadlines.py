@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from botocore.exceptions import ReadTimeoutError
 
 from kvtier import seams
 from kvtier.deadline import NEVER, Deadline, current, under
@@ -15,7 +16,7 @@ from kvtier.errors import Unavailable
 from kvtier.seams import IoPool
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.storage_backends.s3_errors import BrokenError, LateError
-from kvtier.storage_backends.s3_send import Request, Sender
+from kvtier.storage_backends.s3_send import Answer, Request, Sender
 from kvtier.storage_backends.s3_wire import Wire
 from kvtier.testing.records import NAMESPACE, aligned
 from kvtier.testing.small_catalog import Clock
@@ -25,7 +26,7 @@ from kvtier.tiers.tier import Wanted
 
 SILENCE, SLOWEST = 5.0, 20.0
 SAID = b"HTTP/1.1 206 Partial Content\r\nContent-Length: 100\r\n\r\n" + b"x" * 100
-ENDS = (LateError, BrokenError, TimeoutError)
+ENDS = (LateError, BrokenError, TimeoutError, ReadTimeoutError)
 
 
 class Dripping:
@@ -49,29 +50,36 @@ class Dripping:
             return 1
         return 0
 
+    def recvmsg_into(self, into: list[memoryview]) -> tuple[int]:
+        return (self.recv_into(into[0]),)
+
     def send(self, data: memoryview) -> int:
         return len(data)
 
 
-def answered(clock: Clock, gap: float, deadline: Deadline) -> bytes:
+def answered(clock: Clock, gap: float, deadline: Deadline, *, spread: bool = False) -> bytes:
     wire = Wire(Dripping(clock, gap), SILENCE, clock)
     wire.begin(deadline)
     wire.send([memoryview(b"GET / HTTP/1.1\r\n\r\n")])
     wire.begin(deadline, SLOWEST)
     response = HTTPResponse(wire.as_socket(), method="GET")
     response.begin()
-    body = bytearray(100)
-    assert response.readinto(body) == len(body)
+    body = memoryview(bytearray(100))
+    if spread:
+        Answer(response, wire, lambda _: None).spread([body[:30], body[30:]])
+    else:
+        assert response.readinto(body) == len(body)
     return bytes(body)
 
 
 @pytest.mark.parametrize("gap", [0.001, 0.3, 0.9, 3.0, 6.0])
 @pytest.mark.parametrize("seconds", [0.05, 1.0, 4.0])
-def test_a_server_that_drips_is_left_at_the_deadline(gap, seconds):
+@pytest.mark.parametrize("spread", [False, True])
+def test_a_server_that_drips_is_left_at_the_deadline(gap, seconds, spread):
     clock = Clock()
     deadline = Deadline(clock() + seconds)
     try:
-        whole = answered(clock, gap, deadline)
+        whole = answered(clock, gap, deadline, spread=spread)
     except ENDS:
         assert gap * len(SAID) > seconds
     else:
@@ -79,12 +87,13 @@ def test_a_server_that_drips_is_left_at_the_deadline(gap, seconds):
     assert clock() <= deadline.until + gap * 0.01
 
 
-def test_unheeded_it_would_hold_its_thread(monkeypatch):
+@pytest.mark.parametrize("spread", [False, True])
+def test_unheeded_it_would_hold_its_thread(monkeypatch, spread):
     """The twin: a wire that looks at its silence alone."""
     monkeypatch.setattr(Deadline, "left", lambda self, now: 1e9)
     clock = Clock()
     deadline = Deadline(clock() + 1.0)
-    answered(clock, 0.1, deadline)
+    answered(clock, 0.1, deadline, spread=spread)
     assert clock() > deadline.until + 10
 
 
