@@ -36,9 +36,9 @@ from plot import draw, option
 from kvtier.device.base import HOLE, Copy, Device
 from kvtier.device.cpu import CpuDevice, CpuFence
 from kvtier.device.cuda import CudaDevice
-from kvtier.device.descriptors import describe
 from kvtier.device.paths import DEFAULT, PATHS, Choice
 from kvtier.device.race import Checked
+from kvtier.device.spread import describe
 from kvtier.errors import ConfigError
 from kvtier.testing.cpu_driver import CpuDriver
 
@@ -120,12 +120,12 @@ def copy(device: Device, name: str, copies: list[Copy]) -> None:
         device.scatter(device.stream("load"), [copies], ())[-1].wait(SECONDS)
 
 
-def ids(kind: str, count: int) -> tuple[int, ...]:
-    """Return the blocks of a chunk, of eight times as many that there are."""
+def ids(kind: str, count: int, chunk: int = 0) -> tuple[int, ...]:
+    """Return the blocks of one of eight chunks, of as many that there are in all of them."""
     if kind == "in a row":
-        return tuple(range(count))
+        return tuple(range(chunk * count, (chunk + 1) * count))
     holes = kind == "with holes"
-    return tuple(HOLE if holes and at % 4 == 1 else 8 * at for at in range(count))
+    return tuple(HOLE if holes and at % 4 == 1 else 8 * at + chunk for at in range(count))
 
 
 def chunk(kind: str, count: int) -> Copy:
@@ -165,7 +165,7 @@ class Idle(CpuDriver):
     def batch(self, stream: Any, table: Any) -> None:
         """Copy nothing."""
 
-    def launch(self, stream: Any, table: int, runs: int, grid: int) -> None:
+    def launch(self, stream: Any, table: int, planes: int, runs: int, grid: int) -> None:
         """Copy nothing."""
 
 
@@ -173,7 +173,7 @@ def planned(kind: str, count: int) -> dict[str, Any]:
     """Return the microseconds of planning a chunk, way by way, and a run of a batched copy."""
     copy, many = chunk(kind, count), 16
     slots = np.ones((many, *copy.slot.shape), np.uint8)
-    copies = [Copy(copy.pages, copy.blocks, slot) for slot in slots]
+    copies = [Copy(copy.pages, ids(kind, count, at % 8), slot) for at, slot in enumerate(slots)]
     runs = len(describe(copies))
     found: dict[str, Any] = {"runs": runs}
     with closing(CudaDevice(Idle(), DEFAULT)) as device:

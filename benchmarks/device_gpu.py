@@ -29,8 +29,8 @@ from engine_gpu import milliseconds, on_gpu
 
 from kvtier.device.base import Copy
 from kvtier.device.cuda import CudaDevice
-from kvtier.device.descriptors import describe
 from kvtier.device.paths import Choice
+from kvtier.device.spread import describe
 from kvtier.device.torch_driver import TorchDriver, cuda_device
 from kvtier.testing.layouts import by_planes
 

@@ -1,9 +1,12 @@
 // Copies runs of bytes between an engine's blocks and slots. One source for nvcc, for NVRTC, and
 // for a C++ compiler, which runs it on a CPU (kvtier/testing/on_cpu.h).
 //
-// table: three rows of `runs` numbers: where each run goes to, where it comes from, its bytes.
+// Runs lie alike on several planes, and are copied on each of them: an address is where the plane
+// begins, plus where the run lies on a plane. table: of each plane, where it begins at the target,
+// and at the source; then of each run, where it lies at the target, at the source, and its bytes.
 // Addresses are of the device, or of host memory that is mapped into it.
-// A block of threads takes every gridDim.x-th run, so the grid is the share of SMs that a copy has.
+// Plane by plane, a block of threads takes every gridDim.x-th run, so the grid is the share of SMs
+// that a copy has.
 // There is no shared memory and no barrier: no thread waits for another.
 
 typedef unsigned long long kvtier_u64;
@@ -62,9 +65,13 @@ static __device__ __forceinline__ kvtier_u64 kvtier_units(kvtier_u64 to, kvtier_
   return count * sizeof(Unit);
 }
 
-extern "C" __global__ void kvtier_copy(const kvtier_u64* table, kvtier_u64 runs) {
-  for (kvtier_u64 run = blockIdx.x; run < runs; run += gridDim.x) {
-    const kvtier_u64 to = table[run], from = table[runs + run], nbytes = table[2 * runs + run];
+extern "C" __global__ void kvtier_copy(const kvtier_u64* table, unsigned int planes,
+                                       unsigned int runs) {
+  const kvtier_u64* rows = table + 2 * planes;
+  for (unsigned int work = blockIdx.x; work < planes * runs; work += gridDim.x) {
+    const unsigned int plane = work / runs, run = work % runs;
+    const kvtier_u64 to = table[plane] + rows[run], from = table[planes + plane] + rows[runs + run],
+                     nbytes = rows[2 * runs + run];
     kvtier_u64 done = kvtier_units<kvtier_vector>(to, from, nbytes);
     if (done == 0) done = kvtier_units<unsigned int>(to, from, nbytes);
     kvtier_units<unsigned char>(to + done, from + done, nbytes - done);

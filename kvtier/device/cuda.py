@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import chain, product
 from typing import Any, Final
 
 import numpy as np
@@ -17,18 +19,12 @@ from numpy.typing import NDArray
 
 from kvtier.clock import monotonic
 from kvtier.device.base import Copy, Fence, Role, Stream
-from kvtier.device.descriptors import (
-    CUT_BYTES,
-    Ends,
-    Numbers,
-    Runs,
-    allocated,
-    cut,
-    describe_groups,
-)
+from kvtier.device.descriptors import Numbers, Runs, allocated, cut, joined
 from kvtier.device.driver import Buffer, Driver, Event
 from kvtier.device.layout import byte_pages
-from kvtier.device.paths import Choice, Table
+from kvtier.device.paths import LINK_BYTES, Choice, Table
+from kvtier.device.spread import Spread, spreads
+from kvtier.device.staging import lots
 from kvtier.errors import ConfigError, MisuseError
 
 __all__ = ["CudaDevice", "CudaFence", "CudaStream"]
@@ -42,7 +38,9 @@ _FEW_COPIES: Final = 8
 _TABLE_RUNS: Final = 5461
 """Of one operation; a copy of more is several. A larger table would have to be allocated when it
 comes, or be there, pinned, 64 times for each stream."""
-_TABLE_BYTES: Final = _TABLE_RUNS * 24
+_TABLE_PLANES: Final = 1024
+_ROWS: Final = 3  # of what a batched copy takes
+_TABLE_BYTES: Final = _TABLE_RUNS * 24 + _TABLE_PLANES * 16
 _SCRATCH_BYTES: Final = 1 << 20
 _CLOSE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 50e-6
@@ -131,13 +129,9 @@ class _Turn:
         self._there = there
         self._at = at
 
-    def table(self, ends: Ends) -> Numbers:
-        """Return the table of so many runs as a table has room for, on the host."""
-        count = len(ends[0])
-        table = self._host[: 3 * count].reshape(3, count)
-        for row, numbers in zip(table, ends, strict=True):
-            row[:] = numbers
-        return table
+    def table(self, rows: Sequence[Numbers]) -> Numbers:
+        """Return a table of rows, one after another, on the host."""
+        return np.concatenate(rows, out=self._host[: sum(map(len, rows))])
 
     def upload(self, driver: Driver, stream: Any, table: Numbers) -> int:
         """Enqueue a copy of that table to the GPU; return its address there."""
@@ -216,10 +210,10 @@ class CudaDevice:
     def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
         """See Device. Raises MisuseError for what does not match, and enqueues nothing then."""
         mine = self._mine(stream)
-        (runs,) = self._described(mine, [copies])
+        (planned,) = self._planned([copies])
         for fence in after:
             mine.wait(fence)
-        self._move(mine, "store", runs, into_slot=True)
+        self._move(mine, "store", planned, into_slot=True)
         return mine.record()
 
     def scatter(
@@ -227,12 +221,12 @@ class CudaDevice:
     ) -> list[Fence]:
         """See Device. Raises MisuseError for what does not match, and enqueues nothing then."""
         mine = self._mine(stream)
-        each = self._described(mine, groups)
+        each = self._planned(groups)
         for fence in after:
             mine.wait(fence)
         fences: list[Fence] = []
-        for runs in each:
-            self._move(mine, "load", runs, into_slot=False)
+        for planned in each:
+            self._move(mine, "load", planned, into_slot=False)
             fences.append(mine.record())
         return fences
 
@@ -266,11 +260,11 @@ class CudaDevice:
             raise MisuseError(f"{self.name} is closed")
         return mine
 
-    def _described(self, stream: CudaStream, groups: Sequence[Sequence[Copy]]) -> list[Runs]:
-        """Return the runs of groups, all of whose slots are pinned; good until the next call."""
-        each = describe_groups(groups, stream.room)
-        for runs in filter(len, each):
-            low, high = int(runs.slots.min()), int((runs.slots + runs.nbytes).max())
+    def _planned(self, groups: Sequence[Sequence[Copy]]) -> list[list[Spread]]:
+        """Return the runs of groups, all of whose slots are pinned."""
+        each = spreads(groups)
+        for spread in chain.from_iterable(each):
+            low, high = spread.reach()
             if not any(at <= low and high <= at + size for at, size in self._pinned.items()):
                 raise MisuseError(
                     f"slots at {low:#x} to {high:#x} are not in one memory that this device has "
@@ -278,53 +272,61 @@ class CudaDevice:
                 )
         return each
 
-    def _move(self, stream: CudaStream, role: Role, runs: Runs, *, into_slot: bool) -> None:
+    def _move(
+        self, stream: CudaStream, role: Role, planned: Sequence[Spread], *, into_slot: bool
+    ) -> None:
         """Enqueue runs, on the way that is best for them."""
-        batches = self.driver.batches
-        choice = self.way or self._table.choose(role, runs.total, len(runs), batches=batches)
-        if choice.way == "batch":
-            self._batch(stream, runs.ends(into_slot=into_slot))
-        elif choice.way == "direct":
-            self._launch(stream, cut(runs).ends(into_slot=into_slot), choice.grid)
-        else:
-            pieces = cut(runs, min(CUT_BYTES, self._staging_bytes))
-            for part, before in _lots(pieces, self._staging_bytes):
-                self._stage(stream, part, before, into_slot=into_slot)
+        choice = self.way
+        if choice is None:
+            total, count = (sum(one.total for one in planned), sum(one.count for one in planned))
+            choice = self._table.choose(role, total, count, batches=self.driver.batches)
+        for spread in planned:
+            if choice.way == "batch":
+                self._batch(stream, joined(spread.expanded(stream.room)), into_slot=into_slot)
+            elif choice.way == "direct":
+                self._launch(stream, spread, choice.grid, into_slot=into_slot)
+            else:
+                self._stages(stream, spread, choice.grid, into_slot=into_slot)
 
-    def _batch(self, stream: CudaStream, ends: Ends) -> None:
-        for part in _tables(ends):
+    def _batch(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
+        for some in _parts(len(runs), _TABLE_RUNS):
             with stream.turn() as turn:  # whose table is kept: it may be read after the call
-                self.driver.batch(stream.handle, turn.table(part))
+                table = turn.table(runs.some(some).ends(into_slot=into_slot))
+                self.driver.batch(stream.handle, table.reshape(_ROWS, -1))
 
-    def _launch(self, stream: CudaStream, ends: Ends, grid: int) -> None:
-        for part in _tables(ends):
+    def _launch(self, stream: CudaStream, spread: Spread, grid: int, *, into_slot: bool) -> None:
+        runs = cut(spread.runs)
+        for planes, some in product(
+            _parts(len(spread.planes[0]), _TABLE_PLANES), _parts(len(runs), _TABLE_RUNS)
+        ):
+            part = Spread(spread.planes[:, planes], runs.some(some))
+            counts = (len(part.planes[0]), len(part.runs))
             with stream.turn() as turn:
-                table = turn.table(part)
+                table = turn.table(part.rows(into_slot=into_slot))
                 there = turn.upload(self.driver, stream.handle, table)
-                self.driver.launch(stream.handle, there, table.shape[1], min(grid, table.shape[1]))
+                self.driver.launch(stream.handle, there, *counts, min(grid, math.prod(counts)))
 
-    def _stage(self, stream: CudaStream, runs: Runs, before: Numbers, *, into_slot: bool) -> None:
+    def _stages(self, stream: CudaStream, spread: Spread, grid: int, *, into_slot: bool) -> None:
         """Copy through the GPU's own memory: the kernel there, the copy engine over the link.
 
-        before: bytes of other runs before each. All is on one stream, so that one staging buffer
-        is enough: in it nothing meets.
+        All is on one stream, so that one staging buffer is enough: in it nothing meets.
         """
-        grid, slots = self.driver.processors, runs.slots
-        staged = before + np.uint64(self._staging[stream].address)
-        # There all lie in a row: over the link, those go at once that do in the slots as well.
-        apart = np.flatnonzero(slots[:-1] + runs.nbytes[:-1] != slots[1:]) + 1
-        first = np.append(0, apart)
-        sizes = np.diff(staged[first], append=staged[-1] + runs.nbytes[-1])
-        link = Runs.of(staged[first], slots[first], sizes)
-        if into_slot:
-            self._launch(stream, (staged, runs.pages, runs.nbytes), grid)
-        if len(link) > _FEW_COPIES and self.driver.batches:  # holes in the slots, say
-            self._batch(stream, link.ends(into_slot=into_slot))
-        else:
-            for to, of, nbytes in link.table(into_slot=into_slot).T.tolist():
-                self.driver.copy(stream.handle, to, of, nbytes)
-        if not into_slot:
-            self._launch(stream, (runs.pages, staged, runs.nbytes), grid)
+        for lot in lots(spread, self._staging[stream].address, self._staging_bytes):
+            if lot.link_runs > _FEW_COPIES and lot.spread.total < lot.link_runs * LINK_BYTES:
+                self._launch(stream, lot.spread, grid, into_slot=into_slot)
+                continue
+            if into_slot:
+                self._launch(stream, lot.inner, self.driver.processors, into_slot=True)
+            link = lot.link()
+            if len(link) > _FEW_COPIES and self.driver.batches:  # parts of slots, say
+                self._batch(stream, link, into_slot=into_slot)
+            else:
+                for run in zip(
+                    *map(np.ndarray.tolist, link.ends(into_slot=into_slot)), strict=True
+                ):
+                    self.driver.copy(stream.handle, *run)
+            if not into_slot:
+                self._launch(stream, lot.inner, self.driver.processors, into_slot=False)
 
 
 def _ended(event: Event) -> bool:
@@ -335,23 +337,6 @@ def _ended(event: Event) -> bool:
         return True
 
 
-def _tables(ends: Ends) -> Iterator[Ends]:
-    """Yield runs in parts that a table has room for."""
-    to, of, nbytes = ends
-    for at in range(0, len(to), _TABLE_RUNS):
-        some = slice(at, at + _TABLE_RUNS)
-        yield to[some], of[some], nbytes[some]
-
-
-def _lots(runs: Runs, most: int) -> Iterator[tuple[Runs, Numbers]]:
-    """Yield the runs in lots of at most so many bytes, or of one run.
-
-    And how many bytes of its lot lie before each.
-    """
-    ends = np.cumsum(runs.nbytes, dtype=np.uint64)
-    at, before = 0, 0
-    while at < len(runs):
-        stop = max(int(np.searchsorted(ends, np.uint64(before + most), "right")), at + 1)
-        part = Runs(runs.rows[:, at:stop])
-        yield part, ends[at:stop] - part.nbytes - np.uint64(before)
-        at, before = stop, int(ends[stop - 1])
+def _parts(count: int, most: int) -> list[slice]:
+    """Return so many in parts of at most so many."""
+    return [slice(at, at + most) for at in range(0, count, most)]

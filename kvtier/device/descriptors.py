@@ -1,36 +1,20 @@
-"""A copy between blocks and slots, as runs of bytes: what a copy kernel and a DMA engine take.
+"""Runs of bytes between blocks and slots: what a copy kernel and a DMA engine take.
 
-Whatever the layout of the KV, its copies end as three rows of numbers. So the kernel and the
-batched copies of the driver know addresses and sizes, and nothing of planes, blocks or chunks.
-
-All copies of a call are planned together, and planes come last: a host that looks at each run
-has a microsecond for each of thousands.
+Whatever the layout of the KV, its copies end as rows of numbers (``spread``). So the kernel and the
+batched copies of the driver know addresses and sizes, and nothing of blocks or chunks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain, groupby, pairwise
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.device.base import HOLE, Copy
 from kvtier.errors import MisuseError
 
-__all__ = [
-    "CUT_BYTES",
-    "Ends",
-    "Numbers",
-    "Room",
-    "Runs",
-    "allocated",
-    "cut",
-    "describe",
-    "describe_groups",
-    "joined",
-]
+__all__ = ["CUT_BYTES", "Ends", "Numbers", "Room", "Runs", "allocated", "cut", "joined"]
 
 CUT_BYTES: Final = 64 << 10
 """The most that one block of threads copies in a row: few long runs still employ all of them."""
@@ -40,7 +24,6 @@ _VECTOR_BYTES: Final = 16  # one access of the kernel
 Numbers = NDArray[np.uint64]
 Ends = tuple[Numbers, Numbers, Numbers]
 """Where runs of bytes go to, where from, and how many bytes: three rows of a table."""
-_Signed = NDArray[np.int64]
 Room = Callable[[int], Numbers]
 """Returns memory for so many numbers."""
 
@@ -51,21 +34,20 @@ def allocated(count: int) -> Numbers:
 
 
 class Runs:
-    """Runs of bytes: where in the blocks, where in the slots, and how many; each uint64 [runs].
+    """Runs of bytes: where in the blocks, where in the slots, and how many; each uint64 [runs]."""
 
-    rows: the three of them, [3, runs].
-    """
+    __slots__ = ("nbytes", "pages", "slots")
 
-    __slots__ = ("nbytes", "pages", "rows", "slots")
-
-    def __init__(self, rows: Numbers) -> None:
-        self.rows = rows
-        self.pages, self.slots, self.nbytes = rows
+    def __init__(self, pages: Numbers, slots: Numbers, nbytes: Numbers) -> None:
+        self.pages = pages
+        self.slots = slots
+        self.nbytes = nbytes
 
     @classmethod
-    def of(cls, pages: Numbers, slots: Numbers, nbytes: Numbers) -> Runs:
-        """Return the runs of three rows."""
-        return cls(np.stack([pages, slots, nbytes]))
+    def together(cls, several: Sequence[Runs]) -> Runs:
+        """Return the runs of several, one after another."""
+        rows = zip(*(one.ends(into_slot=False) for one in several), strict=True)
+        return cls(*map(np.concatenate, rows)) if several else cls(*np.empty((3, 0), np.uint64))
 
     def __len__(self) -> int:
         return len(self.nbytes)
@@ -75,115 +57,23 @@ class Runs:
         """Bytes of all runs."""
         return int(self.nbytes.sum())
 
+    def some(self, which: slice | NDArray[np.bool_]) -> Runs:
+        """Return some of the runs."""
+        return Runs(self.pages[which], self.slots[which], self.nbytes[which])
+
     def ends(self, *, into_slot: bool) -> Ends:
         """Return where to, where from, and how many bytes."""
         ends = (self.slots, self.pages) if into_slot else (self.pages, self.slots)
         return (*ends, self.nbytes)
 
     def table(self, *, into_slot: bool) -> Numbers:
-        """Return what the kernel reads: that, as uint64 [3, runs]."""
+        """Return what a batched copy takes: that, as uint64 [3, runs]."""
         return np.stack(self.ends(into_slot=into_slot))
-
-
-def describe(copies: Sequence[Copy]) -> Runs:
-    """Return the runs of one group of copies. See ``describe_groups``."""
-    return describe_groups([copies], allocated)[0]
-
-
-def describe_groups(groups: Sequence[Sequence[Copy]], room: Room) -> list[Runs]:
-    """Return for each group the runs of its copies, plane by plane.
-
-    Blocks that follow each other are in one run. Where one run ends with what the next one begins
-    with, at both ends, they are joined as well. room: what the runs may lie in. Raises MisuseError
-    where blocks do not match their slot, or are not among the pages.
-    """
-    copies = list(chain.from_iterable(groups))
-    planes, facts = _facts(copies)
-    base, across, along, (size, among) = facts[0:2], facts[2:4], facts[4:6], facts[6:8]
-    lengths = np.array([len(copy.blocks) for copy in copies], np.int64)
-    every = chain.from_iterable(copy.blocks for copy in copies)
-    ids = np.fromiter(every, np.int64, int(lengths.sum()))
-    owner = np.repeat(np.arange(len(copies)), lengths)
-    wrong = (ids < HOLE) | (ids >= among[owner])
-    if wrong.any():
-        bad = copies[owner[wrong.argmax()]]
-        low, high = min(bad.blocks), max(bad.blocks)
-        raise MisuseError(f"blocks {low} to {high} do not match pages of {bad.pages.shape[1]}")
-    kept = ids != HOLE
-    first = np.flatnonzero(kept & ~_follows(ids, owner, (across == size).all(axis=0)))
-    mine = owner[first]
-    counted = np.append(np.cumsum(kept)[first], kept.sum() + 1)
-    blocks = counted[1:] - counted[:-1]
-    places = first - (np.cumsum(lengths) - lengths)[mine]
-    starts: _Signed = base[:, mine] + across[:, mine] * np.array([ids[first], places])
-    counts = np.bincount(mine, minlength=len(copies)).tolist()
-    shapes = list(zip(planes, counts, strict=True))
-    rows = _on_all_planes(shapes, starts, along, blocks * size[mine], room)
-    before = np.cumsum([0, *(planes * count for planes, count in shapes)])
-    ends = before[np.cumsum([0, *map(len, groups)])].tolist()
-    return [joined(Runs(rows[:, at:stop])) for at, stop in pairwise(ends)]
-
-
-def _facts(copies: Sequence[Copy]) -> tuple[list[int], _Signed]:
-    """Return how many planes each copy has, and numbers [8, copies].
-
-    Where pages and slot begin, how far it is there from block to block, and from plane to plane; a
-    block's bytes, and how many blocks there are.
-    """
-    pages = {id(copy.pages): copy.pages for copy in copies}
-    places = {key: one.ctypes.data for key, one in pages.items()}  # once each: it takes a while
-    planes, rows = [], []
-    for copy in copies:
-        (count, among, size), slot = copy.pages.shape, copy.slot
-        if slot.shape != (count, len(copy.blocks), size):
-            raise MisuseError(
-                f"{len(copy.blocks)} blocks of {copy.pages.shape} do not match their slot "
-                f"{slot.shape}"
-            )
-        (along, across, _), (slot_along, slot_across, _) = copy.pages.strides, slot.strides
-        planes.append(count)
-        steps = (across, slot_across, along, slot_along)
-        rows.append((places[id(copy.pages)], slot.ctypes.data, *steps, size, among))
-    return planes, np.array(rows, np.int64).reshape(-1, 8).T
-
-
-def _follows(ids: _Signed, owner: _Signed, dense: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Say of each block whether it goes on where the one before it ended, in pages and slot."""
-    found = np.zeros(len(ids), np.bool_)
-    found[1:] = (ids[:-1] != HOLE) & (ids[1:] == ids[:-1] + 1) & (owner[1:] == owner[:-1])
-    return found & dense[owner]
-
-
-def _on_all_planes(
-    shapes: Sequence[tuple[int, int]],
-    starts: _Signed,
-    along: _Signed,
-    nbytes: _Signed,
-    room: Room,
-) -> Numbers:
-    """Return the rows of the runs of all planes, from those of the first one.
-
-    shapes: of each copy, how many planes and runs. starts: in pages and slots, [2, runs]. along:
-    from plane to plane, [2, copies]. Neighbours of one shape are done at once.
-    """
-    numbers = room(3 * sum(planes * count for planes, count in shapes))
-    rows = numbers.view(np.int64).reshape(3, -1)
-    at = run = copy = 0
-    for (planes, count), some in groupby(shapes):
-        several = sum(1 for _ in some)
-        stop = at + several * planes * count
-        here = rows[:, at:stop].reshape(3, several, planes, count)
-        these = slice(run, run + several * count)
-        steps = along[:, copy : copy + several, None] * np.arange(planes)
-        np.add(starts[:, these].reshape(2, several, 1, count), steps[..., None], out=here[:2])
-        here[2] = nbytes[these].reshape(several, 1, count)
-        at, run, copy = stop, these.stop, copy + several
-    return rows.view(np.uint64)
 
 
 def joined(runs: Runs) -> Runs:
     """Return the runs with neighbours joined that follow each other at both ends."""
-    pages, slots, nbytes = runs.rows
+    pages, slots, nbytes = runs.pages, runs.slots, runs.nbytes
     # Of pages few go on, if any: of the slots no more is looked at.
     last = np.flatnonzero(pages[:-1] + nbytes[:-1] == pages[1:])
     last = last[slots[last] + nbytes[last] == slots[last + 1]]
@@ -192,7 +82,7 @@ def joined(runs: Runs) -> Runs:
     begins = np.ones(len(runs), np.bool_)
     begins[last + 1] = False
     at = np.flatnonzero(begins)
-    return Runs.of(pages[at], slots[at], np.add.reduceat(nbytes, at))
+    return Runs(pages[at], slots[at], np.add.reduceat(nbytes, at))
 
 
 def cut(runs: Runs, most: int = CUT_BYTES) -> Runs:
@@ -205,7 +95,7 @@ def cut(runs: Runs, most: int = CUT_BYTES) -> Runs:
     first = np.repeat(np.cumsum(pieces) - pieces, pieces)
     done = ((np.arange(pieces.sum()) - first) * most).view(np.uint64)
     left = np.repeat(runs.nbytes, pieces) - done
-    return Runs.of(
+    return Runs(
         np.repeat(runs.pages, pieces) + done,
         np.repeat(runs.slots, pieces) + done,
         np.minimum(left, np.uint64(most)),

@@ -86,8 +86,8 @@ class Driver(Protocol):
         """Enqueue copies, whose sources are read in stream order. table: see ``Runs.table``."""
         ...
 
-    def launch(self, stream: Any, table: int, runs: int, grid: int) -> None:
-        """Enqueue the copy kernel, on a table that is in the GPU's memory by then."""
+    def launch(self, stream: Any, table: int, planes: int, runs: int, grid: int) -> None:
+        """Enqueue the copy kernel, on a table of ``copy.cuh`` that the GPU's memory has by then."""
         ...
 
     def close(self) -> None:

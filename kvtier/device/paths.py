@@ -13,17 +13,28 @@ import msgspec
 from kvtier.device.base import Role
 from kvtier.errors import ConfigError
 
-__all__ = ["DEFAULT", "PATHS", "Choice", "Speed", "Table", "Way", "kept_table", "table_path"]
+__all__ = [
+    "DEFAULT",
+    "LINK_BYTES",
+    "PATHS",
+    "Choice",
+    "Speed",
+    "Table",
+    "Way",
+    "kept_table",
+    "table_path",
+]
 
 Way = Literal["batch", "staged", "direct"]
 """batch: the driver's batched copies. staged: the kernel, and one copy from or to the GPU's own
-memory. direct: the kernel on mapped host memory, with a share of the SMs."""
+memory; what of slots lies apart in many short pieces goes directly. direct: the kernel on mapped
+host memory, with a share of the SMs."""
 
 PATHS: Final[tuple[Way, ...]] = get_args(Way)
 
-_BATCH_BYTES: Final = 32 << 10
-"""From so long runs on, batched copies are as fast as one long copy. An H100 falls from 40 to
-7 GB/s between 28 and 24 KiB: vllm-project/vllm#42212."""
+LINK_BYTES: Final = 32 << 10
+"""From so long runs on, batched copies over the link are as fast as one long copy. An H100 falls
+from 40 to 7 GB/s between 28 and 24 KiB: vllm-project/vllm#42212."""
 _GRID: Final = 8
 """Blocks of threads that a direct copy has by default: few, so that compute keeps the SMs."""
 _VERSION: Final = 1
@@ -69,7 +80,7 @@ class Table(msgspec.Struct, frozen=True):
         known = _nearest(known, [one.runs for one in known], runs)
         if known:
             return max(known, key=lambda one: one.gb_per_s).choice
-        if batches and size >= _BATCH_BYTES:
+        if batches and size >= LINK_BYTES:
             return Choice("batch")
         return Choice("staged" if role == "store" else "direct")
 

@@ -176,13 +176,14 @@ class TorchDriver:
         if status:
             raise RuntimeError(f"cuMemcpyBatchAsync of {table.shape[1]} runs: CUDA error {status}")
 
-    def launch(self, stream: Any, table: int, runs: int, grid: int) -> None:
+    def launch(self, stream: Any, table: int, planes: int, runs: int, grid: int) -> None:
         """See Driver."""
         where = stream.cuda_stream
         if where not in self._streams:
             self._streams[where] = self._external(where)
         with self._here(), self._streams[where]:
-            self._kernel((grid,), (_THREADS,), (np.uint64(table), np.uint64(runs)))
+            counts = (np.uint32(planes), np.uint32(runs))
+            self._kernel((grid,), (_THREADS,), (np.uint64(table), *counts))
 
     def close(self) -> None:
         """See Driver. What torch owns goes with its last reference."""

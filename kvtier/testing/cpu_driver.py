@@ -125,10 +125,10 @@ class CpuDriver:
         self.calls.append("batch")
         stream.enqueue(partial(_copy_runs, table.ctypes.data, table.shape[1]))
 
-    def launch(self, stream: Any, table: int, runs: int, grid: int) -> None:
+    def launch(self, stream: Any, table: int, planes: int, runs: int, grid: int) -> None:
         """See Driver."""
         self.calls.append(f"launch {grid}")
-        stream.enqueue(partial(_copy_runs, table, runs))
+        stream.enqueue(partial(_copy_planes, table, planes, runs))
 
     def close(self) -> None:
         """See Driver."""
@@ -137,9 +137,26 @@ class CpuDriver:
 
 
 def _copy_runs(table: int, runs: int) -> None:
-    rows = np.empty((_ROWS, runs), np.uint64)
-    ctypes.memmove(rows.ctypes.data, table, rows.nbytes)
-    if int(rows[2].max()) > 1 << 30:
+    for to, of, nbytes in _rows(table, _ROWS, runs).T.tolist():
+        _copy(to, of, nbytes)
+
+
+def _copy_planes(table: int, planes: int, runs: int) -> None:
+    begins = _rows(table, 2, planes)
+    rows = _rows(table + begins.nbytes, _ROWS, runs)
+    for plane in begins.T:
+        for (to, of), nbytes in zip((rows[:2].T + plane).tolist(), rows[2].tolist(), strict=True):
+            _copy(to, of, nbytes)
+
+
+def _copy(to: int, of: int, nbytes: int) -> None:
+    if nbytes > 1 << 30:
         raise ValueError("the table was changed before it was read")
-    for to, of, nbytes in rows.T.tolist():
-        ctypes.memmove(to, of, nbytes)
+    ctypes.memmove(to, of, nbytes)
+
+
+def _rows(table: int, rows: int, count: int) -> Numbers:
+    """Read a table, as late as a GPU does."""
+    found = np.empty((rows, count), np.uint64)
+    ctypes.memmove(found.ctypes.data, table, found.nbytes)
+    return found

@@ -15,7 +15,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any, Final
@@ -107,6 +107,8 @@ def _function(attribute: Any) -> FunctionType:
     """Return the function behind a property, a class method, or a decorator that wraps it."""
     if isinstance(attribute, property):
         attribute = attribute.fget
+    elif isinstance(attribute, cached_property):
+        attribute = attribute.func
     function = inspect.unwrap(getattr(attribute, "__func__", attribute))
     if not isinstance(function, FunctionType):
         raise TypeError(f"{attribute!r} is no function")

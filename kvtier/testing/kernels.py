@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.device.descriptors import Runs
+from kvtier.device.spread import Spread
 from kvtier.testing.forks import Tell, forked
 from kvtier.testing.layouts import Case, cases, is_right
 
@@ -37,9 +37,9 @@ namespace kvtier_{number} {{
 #undef kvtier_copy
 extern "C" void kvtier_run_{number}(unsigned int grid, unsigned int block,
     unsigned long long seed, unsigned long long* wrote, const unsigned long long* table,
-    unsigned long long runs) {{
+    unsigned int planes, unsigned int runs) {{
   kvtier_run(grid, block, seed, wrote,
-             [&] {{ kvtier_{number}::kvtier_copy_{number}(table, runs); }});
+             [&] {{ kvtier_{number}::kvtier_copy_{number}(table, planes, runs); }});
 }}
 """
 _SPARE: Final = {"plain": 4096, "sanitized": 0}  # what sanitizers see behind memory's end
@@ -48,9 +48,9 @@ _TRY_SECONDS: Final = 20  # of CPU time
 _GRIDS: Final = (1, 2, 7)
 _THREADS: Final = (1, 3, 32)
 
-Kernel = Callable[[int, int, int, NDArray[np.uint64]], tuple[int, int]]
-"""Runs on a grid, of blocks of so many threads, in the order of a seed, a table of runs.
-Returns how many bytes it wrote, and in how many writes."""
+Kernel = Callable[[int, int, int, NDArray[np.uint64], int, int], tuple[int, int]]
+"""Runs on a grid, of blocks of so many threads, in the order of a seed, a table of so many planes
+and runs. Returns how many bytes it wrote, and in how many writes."""
 
 
 def compiler() -> str | None:
@@ -99,7 +99,7 @@ def _kernel(library: Path, number: int = 0) -> Kernel:
     function.restype = None
     function.argtypes = (
         *(ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_void_p),
-        *(ctypes.c_void_p, ctypes.c_uint64),
+        *(ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint),
     )
     return partial(_run, function)
 
@@ -113,10 +113,19 @@ def _first_wrong(kernel: Kernel, *, spare: int = 4096) -> Case | None:
     return None
 
 
-def _move(kernel: Kernel, grid: int, block: int, seed: int, runs: Runs, into_slot: bool) -> None:  # noqa: FBT001  (a Mover)
-    wrote = kernel(grid, block, seed, runs.table(into_slot=into_slot))
-    rows = zip(runs.pages.tolist(), runs.slots.tolist(), runs.nbytes.tolist(), strict=True)
-    needed = (runs.total, sum(_writes(*row) for row in rows))
+def _move(
+    kernel: Kernel,
+    grid: int,
+    block: int,
+    seed: int,
+    spread: Spread,
+    into_slot: bool,  # noqa: FBT001  (a Mover)
+) -> None:
+    rows, counts = spread.rows(into_slot=into_slot), (len(spread.planes[0]), len(spread.runs))
+    wrote = kernel(grid, block, seed, np.concatenate(rows), *counts)
+    runs = spread.expanded()
+    each = zip(runs.pages.tolist(), runs.slots.tolist(), runs.nbytes.tolist(), strict=True)
+    needed = (spread.total, sum(_writes(*row) for row in each))
     if wrote != needed:
         raise AssertionError(f"bytes and writes were {wrote}, of {needed}")
 
@@ -130,10 +139,16 @@ def _writes(page: int, slot: int, nbytes: int) -> int:
 
 
 def _run(
-    function: Callable[..., None], grid: int, block: int, seed: int, table: NDArray[np.uint64]
+    function: Callable[..., None],
+    grid: int,
+    block: int,
+    seed: int,
+    table: NDArray[np.uint64],
+    planes: int,
+    runs: int,
 ) -> tuple[int, int]:
     wrote = np.zeros(2, np.uint64)
-    function(grid, block, seed, wrote.ctypes.data, table.ctypes.data, table.shape[1])
+    function(grid, block, seed, wrote.ctypes.data, table.ctypes.data, planes, runs)
     return int(wrote[0]), int(wrote[1])
 
 

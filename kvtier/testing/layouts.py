@@ -1,7 +1,7 @@
 """The KV layouts of serving engines, small, and whether a copy of them is right to the byte.
 
 What is right is said by ``torch.index_select`` on the tensor as it lies in memory, which knows
-nothing of runs, addresses or strides of kvtier's.
+nothing of runs, planes, addresses or strides of kvtier's.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from kvtier.device.base import HOLE, Copy
 from kvtier.device.chaos import POISON
-from kvtier.device.descriptors import Runs, cut, describe
+from kvtier.device.descriptors import Runs, cut, joined
 from kvtier.device.layout import byte_pages
+from kvtier.device.spread import Spread, spreads
 
 if TYPE_CHECKING:
     import torch
@@ -27,7 +28,7 @@ __all__ = ["CHOICES", "LAYOUTS", "Case", "Layout", "Mover", "by_planes", "cases"
 
 BLOCKS: Final = 9
 TOKENS: Final = 4
-Mover = Callable[[Runs, bool], None]
+Mover = Callable[[Spread, bool], None]
 """Copies runs; True: out of the blocks, into the slots. Raises where it notices an error."""
 
 
@@ -177,19 +178,22 @@ def is_right(case: Case, mover: Mover, *, spare: int = 4096) -> bool:
     values = taken.numpy().reshape(rows.shape)
     slot.inside(want).reshape(chunk)[:, [_BEFORE + at for at in kept]] = values
 
-    runs = describe([Copy(source.pages(layout, block), case.blocks, part)])
-    mover(runs, True)  # noqa: FBT003  (a Mover's)
-    if not (np.array_equal(slot.whole, want) and _is_joined(runs)):
+    for spread in spreads([[Copy(source.pages(layout, block), case.blocks, part)]])[0]:
+        mover(spread, True)  # noqa: FBT003  (a Mover's)
+        runs = joined(spread.expanded())
+        if len(runs) != spread.count or not _is_joined(runs):
+            return False
+    if not np.array_equal(slot.whole, want):
         return False
 
     before = target.whole.copy()
     target.lies(layout, item).permute(order).index_copy_(axis, named, taken)
     want, target.whole[:] = target.whole.copy(), before
-    for copies in by_planes([Copy(target.pages(layout, block), case.blocks, part)], _GROUPS):
-        whole = describe(copies)
-        pieces = cut(whole, _CUT)
-        mover(pieces, False)  # noqa: FBT003  (a Mover's)
-        if pieces.nbytes.tolist() != [n for run in whole.nbytes.tolist() for n in _cuts(run)]:
+    copies = [Copy(target.pages(layout, block), case.blocks, part)]
+    for spread in itertools.chain.from_iterable(spreads(by_planes(copies, _GROUPS))):
+        pieces = cut(spread.runs, _CUT)
+        mover(Spread(spread.planes, pieces), False)  # noqa: FBT003  (a Mover's)
+        if pieces.nbytes.tolist() != [n for run in spread.runs.nbytes.tolist() for n in _cuts(run)]:
             return False
     return np.array_equal(target.whole, want)
 

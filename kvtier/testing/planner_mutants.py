@@ -11,17 +11,22 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvtier.device import descriptors, layout
+from kvtier.device import descriptors, layout, spread, staging
 from kvtier.device.base import HOLE, Copy
-from kvtier.device.descriptors import Runs, allocated, cut, describe, describe_groups, joined
+from kvtier.device.chaos import POISON
+from kvtier.device.descriptors import Runs, cut, joined
 from kvtier.device.layout import byte_pages
+from kvtier.device.spread import Spread, describe, spreads
+from kvtier.device.staging import lots
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.guards import Guard, guards_of
-from kvtier.testing.layouts import cases, is_right
+from kvtier.testing.layouts import Mover, cases, is_right
 from kvtier.testing.operators import Edit, edits
 
 __all__ = ["planner_holds", "planner_mutants"]
 
+_STAGING: Final = (1040, 1 << 16)  # bytes
+_AROUND: Final = 256
 _SUMS: Final[dict[type[ast.operator], tuple[ast.operator, ...]]] = {
     ast.Add: (ast.Sub(),),
     ast.Sub: (ast.Add(),),
@@ -33,7 +38,7 @@ _SUMS: Final[dict[type[ast.operator], tuple[ast.operator, ...]]] = {
 
 def planner_mutants() -> Iterator[Guard]:
     """Yield each guard, comparison, sum and product of the planner, taken away or changed."""
-    for module in (descriptors, layout):
+    for module in (descriptors, layout, spread, staging):
         yield from guards_of(module, lambda tree: chain(edits(tree), _arithmetic(tree)))
 
 
@@ -64,15 +69,49 @@ def _others(node: Any) -> Iterator[ast.AST]:
 
 def planner_holds() -> bool:
     """Say whether all layouts are copied right, and all that cannot be copied is refused."""
+    movers: tuple[Mover, ...] = (
+        _by_planes,
+        _by_runs,
+        *(partial(_by_stages, most) for most in _STAGING),
+    )
     return (
-        all(is_right(case, _move) for case in cases())
-        and all(_refused(error, said, call) for error, said, call in _refusals())
-        and _plain_facts()
+        _plain_facts()
+        and _staged_facts()
         and _together()
+        and all(_refused(error, said, call) for error, said, call in _refusals())
+        and all(is_right(case, mover) for case in cases() for mover in movers)
     )
 
 
-def _move(runs: Runs, into_slot: bool) -> None:  # noqa: FBT001  (a Mover)
+def _by_planes(spread: Spread, into_slot: bool) -> None:  # noqa: FBT001  (a Mover)
+    """Do what the kernel does."""
+    *begins, to, of, nbytes = spread.rows(into_slot=into_slot)
+    for plane in zip(*begins, strict=True):
+        for run in zip(to + plane[0], of + plane[1], nbytes, strict=True):
+            ctypes.memmove(*map(int, run))
+
+
+def _by_runs(spread: Spread, into_slot: bool) -> None:  # noqa: FBT001  (a Mover)
+    """Do what batched copies do."""
+    _move(joined(spread.expanded()), into_slot)
+
+
+def _by_stages(most: int, spread: Spread, into_slot: bool) -> None:  # noqa: FBT001  (a Mover)
+    """Do what a copy through so many bytes of staging memory does, where they end in others."""
+    memory = np.full(most + 2 * _AROUND, POISON, np.uint8)
+    address = memory.ctypes.data + _AROUND
+    for lot in lots(spread, address, most):
+        low, high = lot.inner.reach()
+        if low < address or high > address + most:
+            raise AssertionError(f"{low} to {high} is not in {most} bytes at {address}")
+        steps = (partial(_by_planes, lot.inner), partial(_move, lot.link()))
+        for step in steps if into_slot else reversed(steps):
+            step(into_slot)
+    if (memory[:_AROUND] != POISON).any() or (memory[-_AROUND:] != POISON).any():
+        raise AssertionError("a copy through staging memory writes beside it")
+
+
+def _move(runs: Runs, into_slot: bool) -> None:  # noqa: FBT001  (as a Mover's)
     for to, of, nbytes in runs.table(into_slot=into_slot).T.tolist():
         ctypes.memmove(to, of, nbytes)
 
@@ -96,6 +135,8 @@ def _refusals() -> Iterator[tuple[type[Exception], str, Callable[[], object]]]:
         yield MisuseError, "do not match", partial(describe, [copy])
         yield MisuseError, "do not match", partial(describe, [Copy(pages, (), slot[:, :0]), copy])
     yield MisuseError, "do not match", partial(describe, [Copy(pages[:, :0], (0,), slot[:, :1])])
+    several = [Copy(pages, blocks, slot) for blocks in ((3, 4), (HOLE, 2), (1, 5), (7, 8))]
+    yield MisuseError, "blocks 1 to 5 do not match pages of 5", partial(describe, several)
     for most in (0, -16, 8, 24):
         yield MisuseError, "aligned", partial(cut, describe([]), most)
     good = np.zeros((4, 5, 64), np.uint16)
@@ -128,10 +169,8 @@ def _plain_facts() -> bool:
         4,
         192,
     ]
-    pieces = cut(Runs(np.array([[1000], [5000], [40]], np.uint64)), 16)
+    pieces = cut(Runs(*np.array([[1000], [5000], [40]], np.uint64)), 16)
     apart = describe([Copy(pages, (1, 3), slot[:, :2])])
-    ids, owner, dense = np.array([1, 2, HOLE, 0, 1, 2, 3]), [0, 0, 0, 0, 0, 1, 1], [True, False]
-    follows = descriptors._follows(ids, np.array(owner), np.array(dense))  # before there are planes
     lone = np.lib.stride_tricks.as_strided(pages, (1, 2, 6, 1, 32), (7, 192, 32, 9, 1))
     return (
         rows == by_hand
@@ -141,9 +180,51 @@ def _plain_facts() -> bool:
         and pieces.pages.tolist() == [1000, 1016, 1032]
         and pieces.slots.tolist() == [5000, 5016, 5032]
         and pieces.nbytes.tolist() == [16, 16, 8]
-        and follows.tolist() == [False, True, False, False, True, False, False]
         and len(describe([])) == len(cut(describe([]))) == len(joined(describe([]))) == 0
     )
+
+
+def _staged_facts() -> bool:
+    """Say whether some small lots are as they are by hand."""
+    pages, arena = np.zeros((4, 20, 16), np.uint8), np.zeros((6, 4, 3, 16), np.uint8)
+    ids = [(at, at + 1, at + 3) for at in range(4)]
+    ids.insert(2, (HOLE,) * 3)
+    copies = [Copy(pages, some, slot) for some, slot in zip(ids, arena, strict=False)]
+    at, (spread,) = arena.ctypes.data, spreads([copies])[0]
+    slots = [at + 192 * one for one in (0, 1, 3, 4)]  # each of 192 bytes
+    found = list(lots(spread, 1024, 3 * 192 + 191))
+    thin = list(lots(spread, 1024, 2 * 48))
+    few = (Copy(pages, (1, 3), arena[5, :, :2]), Copy(pages, (5,), arena[5, :, 2:]))
+    (parts,) = lots(spreads([few])[0][0], 1024, 176 + 160)
+    odd = np.zeros((2, 1, 1, 24), np.uint8)
+    uneven = [Copy(np.zeros((1, 2, 24), np.uint8), (1,), slot) for slot in odd]
+    (split,) = lots(spreads([uneven])[0][0], 1024, 64)
+    together = np.zeros((9, 4, 16), np.uint8).swapaxes(0, 1)
+    single = [Copy(together, (one,), np.zeros((4, 1, 16), np.uint8)) for one in (1, 5)]
+    return (
+        spread.reach() == (at, at + 5 * 192)
+        and spread.total == 4 * 192
+        and [_rows(lot.link()) for lot in found]
+        == [[[1024, slots[0], 2 * 192], [1408, slots[2], 192]], [[1024, slots[3], 192]]]
+        and [lot.link_runs for lot in (*found, *thin, parts, split)] == [3, 1, *[1] * 8, 8, 2]
+        and [_rows(lot.link()) for lot in thin]
+        == [[[1024, slot + half, 96]] for slot in slots for half in (0, 96)]
+        and _rows(parts.link())
+        == [
+            [begin + plane, at + 960 + place + plane, size]
+            for begin, place, size in ((1024, 0, 32), (1200, 32, 16))
+            for plane in (0, 48, 96, 144)
+        ]
+        and _rows(split.link())
+        == [[1024 + 32 * one, odd.ctypes.data + 24 * one, 24] for one in (0, 1)]
+        and spreads([single])[0][0].count == 2
+    )
+
+
+def _rows(runs: Runs) -> list[list[int]]:
+    """Return runs one by one: where in the blocks, where in the slots, and how many bytes."""
+    rows = (row.tolist() for row in runs.ends(into_slot=False))
+    return [list(run) for run in zip(*rows, strict=True)]
 
 
 def _together() -> bool:
@@ -168,10 +249,22 @@ def _together() -> bool:
     copies.append(Copy(padded, (2, 3), wide[:2, 0:4:2]))
     groups = [copies[:7], [], copies[7:9], copies[9:]]  # in which nothing is joined across borders
     return all(
-        [runs.rows.T.tolist() for runs in describe_groups(some, allocated)]
-        == [_one_by_one(group) for group in some]
+        [
+            _rows(joined(Runs.together([spread.expanded() for spread in planned])))
+            for planned in spreads(some)
+        ]
+        == [_one_by_one(_alike_together(group)) for group in some]
         for some in ([copies], groups)
     )
+
+
+def _alike_together(copies: list[Copy]) -> list[Copy]:
+    """Return copies with those beside each other that are planned in one."""
+    found: dict[tuple[tuple[int, ...], ...], list[Copy]] = {}
+    for copy in copies:
+        shape = (copy.pages.shape, copy.pages.strides, copy.slot.strides)
+        found.setdefault(shape, []).append(copy)
+    return list(chain.from_iterable(found.values()))
 
 
 def _one_by_one(copies: list[Copy]) -> list[list[int]]:

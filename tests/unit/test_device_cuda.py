@@ -79,9 +79,10 @@ def test_there_and_back_in_every_layout(layout, way):
 
 
 @every_way
-def test_more_runs_than_a_table_has_room_for(way):
-    kv = np.random.default_rng(0).integers(0, 200, (3, 2400, 8), np.uint8)
-    slots, ids = np.zeros((2, 3, 1200, 8), np.uint8), range(0, 2400, 2)
+@pytest.mark.parametrize(("planes", "blocks"), [(2, 5600), (1100, 2)])
+def test_more_runs_or_planes_than_a_table_has_room_for(way, planes, blocks):
+    kv = np.random.default_rng(0).integers(0, 200, (planes, 2 * blocks, 8), np.uint8)
+    slots, ids = np.zeros((2, planes, blocks, 8), np.uint8), range(0, 2 * blocks, 2)
     with closing(made(way, in_flight=2)) as device:
         device.pin(slots)
         fences = [gather(device, [Copy(kv, ids, slot)]) for slot in slots]
@@ -93,7 +94,7 @@ def test_more_runs_than_a_table_has_room_for(way):
     ("way", "calls"),
     [
         ("batch", {"batch"}),
-        ("staged", {"copy", "launch 3"}),  # as many runs as its small buffer takes
+        ("staged", {"copy", "launch 2"}),  # as many runs as its small buffer takes
         ("direct", {"copy", "launch 2"}),
     ],
 )
@@ -105,21 +106,39 @@ def test_each_way_is_the_one_that_was_chosen(way, calls):
     assert set(driver.calls) == calls
 
 
+LONG = 64 << 10
+SHORT = 16 << 10
+
+
 @pytest.mark.parametrize("batches", [True, False])
-def test_what_lies_apart_in_slots_is_staged_by_few_calls(batches):
-    kv = np.random.default_rng(0).integers(0, 200, (20, 12, BYTES), np.uint8)
-    slot, back, driver = np.zeros((20, 3, BYTES), np.uint8), np.zeros_like(kv), CpuDriver()
+@pytest.mark.parametrize("size", [LONG, SHORT])
+def test_what_lies_apart_in_slots_is_staged_in_long_pieces_only(size, batches):
+    kv = np.random.default_rng(0).integers(0, 200, (20, 5, size), np.uint8)
+    slot, back, driver = np.zeros((20, 3, size), np.uint8), np.zeros_like(kv), CpuDriver()
     driver.batches, ids = batches, (1, HOLE, 3)
-    with closing(made(Choice("staged"), driver, staging_bytes=1 << 20)) as device:
+    with closing(made(Choice("staged", 2), driver, staging_bytes=8 << 20)) as device:
         device.pin(slot)
         assert gather(device, [Copy(kv, ids, slot)]).wait(SECONDS)
         assert scatter(device, [Copy(back, ids, slot)])[-1].wait(SECONDS)
     assert np.array_equal(slot[:, [0, 2]], kv[:, [1, 3]])
     assert not slot[:, 1].any()
     assert np.array_equal(back[:, [1, 3]], kv[:, [1, 3]])
-    tables = 2  # a copy each, of what the kernel reads
-    assert driver.calls.count("batch") == (2 if batches else 0)
-    assert driver.calls.count("copy") - tables == (0 if batches else 2 * 21)
+    tables, apart = 2, size == LONG  # a table is what the kernel reads
+    assert driver.calls.count("launch 4") == (2 if apart else 0)
+    assert driver.calls.count("launch 2") == (0 if apart else 2)
+    assert driver.calls.count("batch") == (2 if apart and batches else 0)
+    assert driver.calls.count("copy") - tables == (2 * 40 if apart and not batches else 0)
+
+
+def test_whole_slots_go_over_the_link_at_once():
+    kv, slots, driver = pages(), np.zeros((2, PLANES, 3, BYTES), np.uint8), CpuDriver()
+    ids = ((1, 3, 5), (2, 9, 0))
+    with closing(made(Choice("staged"), driver, staging_bytes=1 << 20)) as device:
+        device.pin(slots)
+        copies = [Copy(kv, some, slot) for some, slot in zip(ids, slots, strict=True)]
+        assert gather(device, copies).wait(SECONDS)
+    assert driver.calls == ["copy", "launch 4", "copy"]
+    assert all(np.array_equal(slot, kv[:, some]) for some, slot in zip(ids, slots, strict=True))
 
 
 def test_without_a_choice_the_table_says():
@@ -129,7 +148,7 @@ def test_without_a_choice_the_table_says():
         gather(device, [Copy(kv, (1, 3, 5, 9), slots)]).wait(SECONDS)
         stored = driver.calls.copy()
         scatter(device, [Copy(kv, (1, 3, 5, 9), slots)])[-1].wait(SECONDS)
-    assert "launch 3" in stored, "small runs are staged when they are stored"
+    assert "launch 2" in stored, "small runs are staged when they are stored"
     assert driver.calls[len(stored) :] == ["copy", "launch 8"], "and read directly when loaded"
 
 

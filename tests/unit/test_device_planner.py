@@ -8,14 +8,15 @@ import numpy as np
 import pytest
 
 from kvtier.device.base import Copy
-from kvtier.device.descriptors import Runs, cut, describe
+from kvtier.device.descriptors import Runs, cut, joined
+from kvtier.device.spread import Spread, describe
 from kvtier.testing.kernel_mutants import HARMLESS, kernel_mutants
 from kvtier.testing.layouts import CHOICES, LAYOUTS, Case, cases, is_right
 from kvtier.testing.planner_mutants import planner_holds, planner_mutants
 
 
-def move(runs: Runs, into_slot: bool) -> None:
-    for to, of, nbytes in runs.table(into_slot=into_slot).T.tolist():
+def move(spread: Spread, into_slot: bool) -> None:
+    for to, of, nbytes in joined(spread.expanded()).table(into_slot=into_slot).T.tolist():
         ctypes.memmove(to, of, nbytes)
 
 
@@ -33,8 +34,10 @@ def test_every_layout_meets_every_choice_of_blocks_and_every_shift():
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_a_mover_that_leaves_the_last_byte_is_seen(layout):
-    def careless(runs: Runs, into_slot: bool) -> None:
-        move(Runs.of(runs.pages, runs.slots, runs.nbytes - np.uint64(1)), into_slot)
+    def careless(spread: Spread, into_slot: bool) -> None:
+        runs = spread.runs
+        less = Runs(runs.pages, runs.slots, runs.nbytes - np.uint64(1))
+        move(Spread(spread.planes, less, spread.first), into_slot)
 
     case = Case(layout, CHOICES["scattered"], 0, 0)
     assert is_right(case, move)
@@ -44,7 +47,10 @@ def test_a_mover_that_leaves_the_last_byte_is_seen(layout):
 def test_some_changes_of_the_planner_are_seen():
     """Those of addresses could write anywhere: `make device` tries them, each in a fork."""
     found = {guard.name.partition("-")[0]: guard for guard in planner_mutants()}
-    for name in ("descriptors.joined:dropped", "layout._dense:never", "layout._apart:never"):
+    for name in (
+        *("descriptors.joined:dropped", "layout._dense:never", "layout._apart:never"),
+        *("spread._on_a_plane:dropped", "staging._lot:dropped"),
+    ):
         with found[name].removed():
             assert not planner_holds()
     assert planner_holds()

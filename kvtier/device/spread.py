@@ -1,0 +1,199 @@
+"""Copies between blocks and slots, planned: as runs that lie alike on planes.
+
+All copies of a call are planned together, and on one plane only: a host that looks at each run of
+each plane has a microsecond for each of thousands. The kernel goes through the planes itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate, groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvtier.device.base import HOLE, Copy
+from kvtier.device.descriptors import Numbers, Room, Runs, allocated, joined
+from kvtier.errors import MisuseError
+
+__all__ = ["Spread", "describe", "spreads"]
+
+Signed = NDArray[np.int64]
+_Sizes = tuple[int, ...]
+_Shape = tuple[_Sizes, _Sizes, _Sizes]
+"""What makes copies alike: the shape of their pages, the strides of those, and of their slots."""
+_Key = tuple[_Shape, tuple[int, ...]]
+"""A shape, and which blocks there are: copies with the same have the same runs on a plane."""
+
+
+class _Found(NamedTuple):
+    """The runs of copies on a plane, in bytes: beyond the first block, in slots, and how many.
+
+    In slots is beyond the begin of the first one, as if each went on where the one before it ends.
+    first, before: of each copy its first run, and how many blocks are in copies before it; and at
+    last how many there are, [copies + 1].
+    """
+
+    pages: Signed
+    slots: Signed
+    nbytes: Signed
+    first: Signed
+    before: Signed
+
+
+class Spread:
+    """Runs that lie alike on each of some planes, of one copy or of several.
+
+    planes: how far beyond the first one each plane is, in the blocks and in the slots, uint64
+    [2, planes]. runs: those on the first plane; addresses are sums of both, whose overflow wraps.
+    first: of each copy the number of its first run, and at last how many runs there are,
+    [copies + 1], and no copy is without runs; None: they are of one copy.
+    """
+
+    def __init__(self, planes: Numbers, runs: Runs, first: Signed | None = None) -> None:
+        self.planes = planes
+        self.runs = runs
+        self.first = np.array([0, len(runs)]) if first is None else first
+
+    @property
+    def total(self) -> int:
+        """Bytes on all planes."""
+        return self.runs.total * len(self.planes[0])
+
+    @property
+    def count(self) -> int:
+        """How many runs there are on all planes, neighbours of one copy joined.
+
+        A copy's only run goes on from plane to plane, where its planes lie together at both ends.
+        """
+        planes = len(self.planes[0])
+        together = self.planes[:, 1:2] == self.runs.nbytes[self.first[:-1]]
+        return planes * len(self.runs) - (planes - 1) * int(together.all(axis=0).sum())
+
+    def rows(self, *, into_slot: bool) -> tuple[Numbers, ...]:
+        """Return the rows of the kernel's table: see ``copy.cuh``."""
+        return (*self.planes[:: -1 if into_slot else 1], *self.runs.ends(into_slot=into_slot))
+
+    @cached_property
+    def extents(self) -> tuple[Signed, Signed]:
+        """Return of each copy where it begins and ends in its slot, on the first plane."""
+        first, last = self.first[:-1], self.first[1:] - 1
+        begins = self.runs.slots.view(np.int64)
+        ends = begins + self.runs.nbytes.view(np.int64)
+        # Slots lie in the order of tokens, or in the opposite one.
+        return np.minimum(begins[first], begins[last]), np.maximum(ends[first], ends[last])
+
+    def reach(self) -> tuple[int, int]:
+        """Return between which addresses everything lies that is in slots."""
+        (begins, ends), planes = self.extents, self.planes[1].view(np.int64)
+        return int(begins.min() + planes.min()), int(ends.max() + planes.max())
+
+    def expanded(self, room: Room = allocated) -> Runs:
+        """Return the runs of all planes: copy by copy, and of each plane by plane.
+
+        room: what they lie in. Neighbours of as many runs are done at once.
+        """
+        planes, runs = len(self.planes[0]), self.runs
+        rows = room(3 * planes * len(runs)).reshape(3, -1)
+        at = run = 0
+        for count, some in groupby(np.diff(self.first).tolist()):
+            several = sum(1 for _ in some)
+            stop, after = at + several * planes * count, run + several * count
+            pages, slots, nbytes = rows[:, at:stop].reshape(3, several, planes, count)
+            alike = (several, 1, count)
+            np.add(runs.pages[run:after].reshape(alike), self.planes[0][:, None], out=pages)
+            np.add(runs.slots[run:after].reshape(alike), self.planes[1][:, None], out=slots)
+            nbytes[:] = runs.nbytes[run:after].reshape(alike)
+            at, run = stop, after
+        return Runs(*rows)
+
+
+def describe(copies: Sequence[Copy]) -> Runs:
+    """Return the runs of copies on all planes, neighbours joined. See ``spreads``."""
+    return joined(Runs.together([spread.expanded() for spread in spreads([copies])[0]]))
+
+
+def spreads(groups: Sequence[Sequence[Copy]]) -> list[list[Spread]]:
+    """Return for each group the runs of its copies; those of one shape and strides are in one.
+
+    Blocks that follow each other are in one run. Raises MisuseError where blocks do not match
+    their slot, or are not among the pages.
+    """
+    pages: dict[int, NDArray[np.uint8]] = {}
+    asked: dict[_Key, list[Copy]] = {}
+    each: list[dict[_Key, list[Copy]]] = []
+    for copies in groups:
+        alike: dict[_Shape, list[Copy]] = {}
+        for copy in copies:
+            alike.setdefault(_shape(copy), []).append(copy)
+            pages[id(copy.pages)] = copy.pages
+        keys = {
+            (shape, tuple(id(one.blocks) for one in some)): some for shape, some in alike.items()
+        }
+        each.append(keys)
+        asked |= keys  # groups of layers have the same blocks, which are looked at once
+    begins = {key: one.ctypes.data for key, one in pages.items()}  # once each: it takes a while
+    known = {key: _on_a_plane(key[0], [one.blocks for one in some]) for key, some in asked.items()}
+    found = (
+        [_spread(key[0], some, begins, known[key]) for key, some in keys.items()] for keys in each
+    )
+    return [[one for one in some if one.planes.size and len(one.runs)] for some in found]
+
+
+def _shape(copy: Copy) -> _Shape:
+    """Return what makes copies alike. Raises MisuseError where a slot does not match its blocks."""
+    pages, blocks, slot = copy
+    planes, _, size = pages.shape
+    if slot.shape != (planes, len(blocks), size):
+        raise MisuseError(
+            f"{len(blocks)} blocks of {pages.shape} do not match their slot {slot.shape}"
+        )
+    return pages.shape, pages.strides, slot.strides
+
+
+def _on_a_plane(shape: _Shape, every: Sequence[Sequence[int]]) -> _Found:
+    """Return the runs of copies on a plane, from their blocks. See _Found."""
+    (_, among, size), (_, across, _), (_, slot_across, _) = shape
+    before = list(accumulate(map(len, every), initial=0))
+    packed = b"".join([struct.pack(f"{len(blocks)}q", *blocks) for blocks in every])
+    ids = np.frombuffer(packed, np.int64)
+    if ids.min(initial=HOLE) < HOLE or ids.max(initial=HOLE) >= among:
+        extremes = ((min(blocks), max(blocks)) for blocks in every if blocks)
+        low, high = next(pair for pair in extremes if pair[0] < HOLE or pair[1] >= among)
+        raise MisuseError(f"blocks {low} to {high} do not match pages of {among}")
+    kept = ids != HOLE
+    follows = np.zeros(len(ids) + 1, np.bool_)
+    if across == slot_across == size:
+        np.logical_and(ids[1:] - ids[:-1] == 1, ids[1:] > 0, out=follows[1:-1])
+        follows[before] = False
+    begins = np.flatnonzero(kept != follows[:-1])
+    counts = np.flatnonzero(kept != follows[1:]) - begins + 1
+    rows = (ids[begins] * across, begins * slot_across, counts * size)
+    return _Found(*rows, np.searchsorted(begins, before), np.array(before))
+
+
+def _spread(shape: _Shape, copies: Sequence[Copy], begins: dict[int, int], found: _Found) -> Spread:
+    """Return the runs of copies, whose pages begin where it is said."""
+    (planes, _, _), (along, _, _), (slot_along, slot_across, _) = shape
+    counts = np.diff(found.first)
+    pages = np.array([begins[id(copy.pages)] for copy in copies])
+    slots = np.array([_begin(copy.slot) for copy in copies]) - found.before[:-1] * slot_across
+    runs = Runs(
+        (found.pages + np.repeat(pages, counts)).view(np.uint64),
+        (found.slots + np.repeat(slots, counts)).view(np.uint64),
+        found.nbytes.view(np.uint64),
+    )
+    steps = np.array([[along], [slot_along]]) * np.arange(planes)
+    return Spread(steps.view(np.uint64), runs, found.first[np.append(True, counts > 0)])
+
+
+def _begin(slot: NDArray[np.uint8]) -> int:
+    """Return where a slot begins. It is asked of each copy, and numpy takes a microsecond more."""
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(slot.data))
+    except (TypeError, ValueError):  # it is not in one piece, or there is none
+        return int(slot.ctypes.data)
