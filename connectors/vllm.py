@@ -18,6 +18,7 @@ import vllm
 from kvtier.cache import Cache
 from kvtier.connectors.vllm_absent import AbsentSide
 from kvtier.connectors.vllm_checks import apart, check_alone, check_version, checked_tiers
+from kvtier.connectors.vllm_figures import Changes, Exported, Watched
 from kvtier.connectors.vllm_identity import namespace_for
 from kvtier.connectors.vllm_scheduler import SchedulerSide
 from kvtier.connectors.vllm_seat import (
@@ -30,6 +31,7 @@ from kvtier.connectors.vllm_seat import (
 )
 from kvtier.connectors.vllm_step import Ended, StepPlans
 from kvtier.connectors.vllm_worker import WorkerSide
+from kvtier.daemon.address import SCHEME
 
 check_version(vllm.__version__)  # before its names are looked for: an older one lacks some
 
@@ -67,6 +69,7 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         shards = parallel.tensor_parallel_size
         self._several = len(kv_cache_config.kv_cache_groups) > 1
         self._bad: set[int] = set()
+        self._watched: Watched | None = None
         self._side: SchedulerSide | WorkerSide | AbsentSide
         place: Place
         if alone or role == KVConnectorRole.SCHEDULER:
@@ -84,6 +87,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             digest, chunk = namespace.digest.hex()[:16], namespace.geometry.chunk_tokens
             _log.info("kvtier serves namespace %s in chunks of %d tokens", digest, chunk)
             self._side = SchedulerSide(self._seat.cache, vllm_config.max_concurrent_batches)
+            if not tiers[0].startswith(SCHEME):  # a daemon's figures are of all its engines
+                self._watched = Watched(self._seat.cache.figures)
             return
         if alone:
             place = SharedPlace(self._seat)
@@ -145,6 +150,27 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         del block_ids
         self._scheduler.finish(request)
         return False, None
+
+    def get_kv_connector_stats(self) -> Changes | None:
+        """Return what the cache has counted, now and then. Never waits."""
+        return self._watched.changes() if self._watched is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> Changes:
+        """Return what came from the scheduler's process."""
+        return Changes(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[type, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> Exported:
+        """Return what gives the cache's figures to Prometheus, with vLLM's own."""
+        del vllm_config
+        return Exported(metric_types, labelnames, per_engine_labelvalues)
 
     def has_pending_push_work(self) -> bool:
         """Ask for steps until all copies have been reported, so that saves are not left open."""
@@ -226,6 +252,8 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if isinstance(self._side, AbsentSide):
             self._seat.leave(self._role.name)
             return
+        if self._watched is not None:
+            self._watched.close()
         last = {plan: [cause] for plan, cause in self._seat.ended.items()}
         self._side.ended(Ended(last))
         self._side.close()

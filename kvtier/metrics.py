@@ -5,6 +5,7 @@ Names, units and labels follow the Prometheus conventions: base units, ``_total`
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +13,10 @@ from typing import Final, Literal
 
 from kvtier.errors import MisuseError
 
-__all__ = ["TABLE", "Metric", "Metrics", "exposition"]
+__all__ = ["TABLE", "Metric", "Metrics", "exposition", "parsed"]
+
+_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_ESCAPED: Final = re.compile(r"\\(.)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +212,16 @@ def exposition(figures: Mapping[str, float]) -> Iterator[str]:
             yield f"# HELP {name} {row.help}, in {row.unit}"
             yield f"# TYPE {name} {row.kind}"
         yield f"{series} {value!r}"  # all digits: a rate is a difference of large numbers
+
+
+def parsed(series: str) -> tuple[str, tuple[str, ...]]:
+    """Return name and values of the labels of ``name{label="value"}``, as in a snapshot."""
+    name, _, labels = series.partition("{")
+    return name, tuple(_plain(found[2]) for found in _LABEL.finditer(labels))
+
+
+def _plain(text: str) -> str:
+    return _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], text)
 
 
 def _series(name: str, values: tuple[str, ...]) -> str:

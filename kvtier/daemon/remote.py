@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 from kvtier.catalog.catalog import Part
 from kvtier.catalog.lease import Keeper, Lease, LeaseState
@@ -14,12 +13,9 @@ from kvtier.daemon.up import Era, Up
 from kvtier.errors import MisuseError
 from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot
-from kvtier.metrics import TABLE, Metrics
+from kvtier.metrics import TABLE, Metrics, parsed
 
 __all__ = ["RemoteLease", "RemoteMetrics", "Taken"]
-
-_LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_ESCAPED: Final = re.compile(r"\\(.)")
 
 
 class Origin(Keeper, Protocol):
@@ -117,20 +113,10 @@ class RemoteMetrics(Metrics):
         if os.getpid() != self._pid:
             raise MisuseError("a daemon's figures do not cross fork; open a cache in the child")
         values = self._ask()
-        here = {_read(series): value for series, value in self._here.snapshot().items()}
+        here = {parsed(series): value for series, value in self._here.snapshot().items()}
         with self._lock:
             if values is not None:
-                read = {_read(series): value for series, value in values.items()}
+                read = {parsed(series): value for series, value in values.items()}
                 # Without what another release may count.
                 self._there = {key: value for key, value in read.items() if key[0] in TABLE}
             self._values = self._there | here
-
-
-def _read(series: str) -> tuple[str, tuple[str, ...]]:
-    """Return name and values of the labels of ``name{label="value"}``."""
-    name, _, labels = series.partition("{")
-    return name, tuple(_plain(found[2]) for found in _LABEL.finditer(labels))
-
-
-def _plain(text: str) -> str:
-    return _ESCAPED.sub(lambda found: "\n" if found[1] == "n" else found[1], text)

@@ -70,8 +70,8 @@ def in_memory(bench: Bench, kind: str, plain: dict[str, Any]) -> Outcomes:
     """Judge what one process with DRAM alone has seen."""
     seen = bench.vllm(kind, "memory", "dram:128MiB")
     same = seen.get("answers") == plain.get("answers") is not None
-    cases = ("cold", "own hit", "hit", "full prompt", "salt", "abort", "failed loads")
-    cases = (*cases, "emptied", "noise")
+    cases = ("cold", "own hit", "hit", "full prompt", "salt", "abort", "figures")
+    cases = (*cases, "failed loads", "emptied", "noise")
     found = {case: said(same and seen.get(case) is True, seen) for case in cases}
     return {"no connector": said(plain.get("own hit") is True, plain), **found}
 

@@ -32,9 +32,11 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.lora.request import LoRARequest
 
+from kvtier.connectors import vllm_figures
 from kvtier.device import cpu
 
 CHUNK, BLOCK = 64, 32
+vllm_figures._SECONDS = 0.1
 Answers = list[list[int]]
 
 
@@ -166,6 +168,7 @@ def script_memory(engine: Engine) -> dict[str, Any]:
     found["salt"] = _salted(engine, cold)
     found["abort"] = _aborted(engine, cold)
     found["failed loads"] = _failed(engine, cold)
+    found["figures"] = _exported(engine)
     assert engine.llm.reset_prefix_cache(reset_connector=True)
     emptied, none = engine.answer()
     found["emptied"] = emptied == cold and sum(none) == 0
@@ -226,6 +229,23 @@ def _failed(engine: Engine, cold: Answers) -> bool:
     healed, cached = engine.answer()
     once = len(tried) == len(engine.prompts)  # none is tried again
     return answers == healed == cold and once and min(cached) >= 128
+
+
+def _exported(engine: Engine) -> bool:
+    """Find what kvtier has counted among vLLM's own metrics, as Prometheus is told it."""
+    wanted = {name: engine.figure(name) for name in ("hit_tokens", "saved_chunks", "tier_parts")}
+
+    def there() -> bool:
+        if engine.llm.llm_engine.has_unfinished_requests():
+            return False
+        if all(engine.count(f"vllm:kvtier_{name}") == wanted[name] for name in wanted):
+            return True
+        # Figures come with a step's output.
+        engine.llm.llm_engine.add_request("f", {"prompt_token_ids": [5, 6]}, sampling(1))
+        return False
+
+    engine.step_until(there)
+    return wanted["hit_tokens"] > 0
 
 
 def script_fill(engine: Engine) -> dict[str, Any]:
