@@ -188,7 +188,9 @@ class Tier:
                 self._ages.enter(block)
 
     def _insert(self, block: int) -> None:
-        self._queue(block).policy.insert(block, block, self._parent[block])
+        # Elsewhere a block that comes in is the last one used, whatever it continues.
+        parent = self._parent[block] if self._servable else _NONE
+        self._queue(block).policy.insert(block, block, parent)
 
     def _queue(self, block: int) -> _Queue:
         return self._queues[self._levels[block]] if self._levels else self._only

@@ -115,6 +115,27 @@ def test_a_servable_cache_has_no_headless_tails(name, prompts, capacity):
         assert all(trace.parent[block] < 0 or tier.inside[trace.parent[block]] for block in inside)
 
 
+def plain_lru(trace: Trace, capacity: int) -> int:
+    """Return the hits of an LRU as others simulate it: each block by itself, deepest first."""
+    kept: dict[int, None] = {}
+    hits = 0
+    for blocks, _ in trace.requests():
+        hits += next((n for n, block in enumerate(blocks) if block not in kept), len(blocks))
+        for block in reversed(blocks):
+            kept.pop(block, None)
+            kept[block] = None
+            if len(kept) > capacity:
+                del kept[next(iter(kept))]
+    return hits
+
+
+@given(st.lists(PROMPTS, min_size=1, max_size=25), st.integers(1, 12))
+def test_where_any_block_may_leave_lru_is_that_of_others(prompts, capacity):
+    trace = trace_of(prompts)
+    found = simulate(trace, make_policy("lru", trace), capacity, servable=False)
+    assert found.hit_blocks == plain_lru(trace, capacity)
+
+
 def test_without_that_care_a_policy_leaves_tails():
     """The twin: what `servable` is for."""
     prompts = [(0, 0, 0), (1, 1), (0,), (0,), (1, 1), (2, 2, 2)]
