@@ -34,10 +34,11 @@ from far_proxy import FarProxy
 from hung import hangs
 from msgspec import structs
 from plot import draw, option
-from raw_clients import LARGE, RANGE, raw_clients
+from raw_clients import LARGE, raw_clients
 from tiny import BLOCK, Found, note, opened, save
 
 import kvtier
+from kvtier.catalog.fetch import call_bytes
 from kvtier.clock import monotonic
 from kvtier.identity.record import record_id
 from kvtier.metrics import Metrics
@@ -126,7 +127,7 @@ def gets(server: SeaweedServer, rounds: int, found: Found) -> None:
 
 @contextlib.contextmanager
 def tiers(server: SeaweedServer) -> Iterator[dict[str, Callable[[], int]]]:
-    """Yield reads by a Tier: as many calls in parallel as a fetch makes, verified, into slots."""
+    """Yield reads by a Tier, verified, into slots: calls in parallel, as long as a fetch makes."""
     options = {name: option.default for name, option in S3Store.OPTIONS.items()}
     store = S3Store.open("//bench/records", None, options | {"endpoint": server.endpoint})
     flow = ThreadFlow("bench")
@@ -161,7 +162,8 @@ def tiers(server: SeaweedServer) -> Iterator[dict[str, Callable[[], int]]]:
         for records, together in ((large, 1), (small, SMALL_COUNT // LARGE_COUNT)):
             for at in range(0, len(records), together):
                 written(flow, tier, records[at : at + together])
-        yield {"tier 16MiB": reader(large, 1), "tier 128KiB": reader(small, RANGE // SMALL)}
+        together = call_bytes(SMALL * SMALL_COUNT, S3Store.THREADS) // SMALL
+        yield {"tier 16MiB": reader(large, 1), "tier 128KiB": reader(small, together)}
     finally:
         flow.close()
         tier.close()

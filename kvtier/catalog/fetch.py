@@ -25,7 +25,7 @@ from kvtier.memory.arena import Arena
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Fetched, Tier, Wanted
 
-__all__ = ["Fetcher", "Prompt"]
+__all__ = ["Fetcher", "Prompt", "call_bytes"]
 
 _log = logging.getLogger("kvtier")
 _WHY: Final = {Status.CORRUPT: "corrupt"}
@@ -150,14 +150,9 @@ class Fetcher:
             self._spawn(group, deadline)
 
     def _call_bytes(self, tier: int, total: int) -> int:
-        """Return how much one call reads of so much in all: more where all threads have enough.
-
-        What a call costs whatever it reads is then paid less often.
-        """
         if tier not in self._tiers:
             return _CALL_BYTES
-        share = total // (_CALLS_A_THREAD * self._tiers[tier].store.THREADS)
-        return max(_CALL_BYTES, min(share, _MOST_CALL_BYTES))
+        return call_bytes(total, self._tiers[tier].store.THREADS)
 
     def _spawn(self, rows: list[int], deadline: Deadline) -> None:
         self._serial += 1
@@ -200,6 +195,15 @@ class Fetcher:
     def _end(self, row: int, tier: int, raw_sum: bytes | None) -> None:
         self._catalog.fetched(row, raw_sum)
         self._reading.pop(row).done.set_result(tier)
+
+
+def call_bytes(total: int, threads: int) -> int:
+    """Return how much one call reads of so much in all: more where all threads have enough.
+
+    What a call costs whatever it reads is then paid less often.
+    """
+    share = total // (_CALLS_A_THREAD * threads)
+    return max(_CALL_BYTES, min(share, _MOST_CALL_BYTES))
 
 
 def _tells(outcome: Fetched, *, asked: bool) -> bool:

@@ -98,7 +98,12 @@ class Part(NamedTuple):
 
 def record_id(key: bytes, part: Part) -> RecordId:
     """Return the name of a part of a chunk. `key` has 32 bytes."""
-    return key + _PART.pack(*part)
+    return key + _suffix(part)
+
+
+@lru_cache(maxsize=4096)
+def _suffix(part: Part) -> bytes:
+    return _PART.pack(*part)
 
 
 def split_record_id(name: RecordId) -> tuple[bytes, Part]:

@@ -250,14 +250,13 @@ class Packer:
         self, members: Sequence[Member], into: Sequence[memoryview]
     ) -> Iterator[tuple[Member, Status, Read]]:
         groups = list(adjacent(members))
-        heads = [[memoryview(bytearray(HEADER_BYTES)) for _ in group] for group in groups]
+        heads = [_heads(len(group)) for group in groups]
         spans = []
         for group, above in zip(groups, heads, strict=True):
             first = group[0]
-            buffers = [
-                (head, into[one.at][: one.nbytes]) for head, one in zip(above, group, strict=True)
-            ]
-            flat = list(itertools.chain.from_iterable(buffers))
+            flat: list[memoryview] = []
+            for head, one in zip(above, group, strict=True):
+                flat += head, into[one.at][: one.nbytes]
             spans.append(Span(first.place.pack, first.start, flat, first.total))
         statuses = self._store.read_spans(spans) if spans else []
         for group, above, status in zip(groups, heads, statuses, strict=True):
@@ -300,6 +299,12 @@ class Packer:
         names = list(dict.fromkeys(itertools.chain.from_iterable(lots)))
         statuses = self._store.delete_many(names) if names else []
         return dict(zip(names, statuses, strict=True))
+
+
+def _heads(count: int) -> list[memoryview]:
+    """Return room for so many headers, which lie together: one piece of memory for all."""
+    room = memoryview(bytearray(HEADER_BYTES * count))
+    return [room[at : at + HEADER_BYTES] for at in range(0, len(room), HEADER_BYTES)]
 
 
 def _read_of(status: Status, head: memoryview) -> Read:

@@ -44,12 +44,13 @@ class _Known:
     stored bytes, if it is as it is taken to be.
     """
 
-    __slots__ = ("gone", "lengths", "members", "nbytes", "total")
+    __slots__ = ("gone", "lengths", "members", "nbytes", "order", "total")
 
     def __init__(
         self, members: tuple[RecordId, ...], nbytes: int, lengths: tuple[int, ...] | None
     ) -> None:
         self.members = members
+        self.order = len(members).bit_length() - 1
         self.nbytes = nbytes
         self.gone: set[RecordId] = set()
         self.lay(lengths)
@@ -57,15 +58,14 @@ class _Known:
     def lay(self, lengths: tuple[int, ...] | None) -> None:
         """Take it that its parts have these lengths."""
         self.lengths = lengths
-        count = len(self.members)
-        order = count.bit_length() - 1
+        count, order = len(self.members), self.order
         self.total = (
             sized_at(count, order, lengths) if lengths else member_at(count, order, self.nbytes)
         )
 
     def member(self, at: int, place: Place) -> Member:
         """Return where a part lies; of a pack that nobody has looked into, as in version 1."""
-        order, before = order_of(place.pack), place.before
+        order, before = self.order, place.before
         if self.lengths:
             start = sized_at(before, order, self.lengths)
             return Member(at, place, start, self.lengths[before], self.total)
@@ -84,7 +84,7 @@ class Places:
         self._remembered = 0  # parts, counted in each of their packs
         self._deleted: OrderedDict[RecordId, None] = OrderedDict()
         self._residue = 0
-        self._sized: bool | None = None  # whether any that was looked into was of version 2
+        self._sized = False  # whether any that was looked into or written was of version 2
 
     # ---- what is there
 
@@ -116,6 +116,7 @@ class Places:
     ) -> None:
         self._forget(name)
         self._packs[name] = _Known(tuple(members), nbytes, lengths)
+        self._sized |= bool(lengths)
         self._remembered += len(members)
         for index, member in enumerate(members):
             if (place := self._places.get(member)) is not None:
@@ -155,12 +156,11 @@ class Places:
 
     def packs(self, ids: Sequence[RecordId]) -> dict[int, RecordId]:
         """Return in which packs those of a batch lie that lie in one."""
-        found: dict[int, RecordId] = {}
         with self._lock:
-            for at, name in enumerate(ids):
-                if (place := self._places.get(name)) is not None:
-                    self._packs.move_to_end(place.pack)
-                    found[at] = place.pack
+            places = map(self._places.get, ids)
+            found = {at: place.pack for at, place in enumerate(places) if place is not None}
+            for pack in dict.fromkeys(found.values()):
+                self._packs.move_to_end(pack)
         return found
 
     def total(self, pack: RecordId) -> int:
@@ -181,10 +181,11 @@ class Places:
     def unseen(self, packs: Iterable[RecordId]) -> list[RecordId]:
         """Return the packs that are to be looked into before they are read.
 
-        Those of whose form nothing is known, unless all that was looked into was of version 1.
+        Those of whose form nothing is known, once any has been met that was of version 2. Until
+        then a pack is taken for one of version 1: one that is not costs a request in vain.
         """
         with self._lock:
-            if self._sized is False:
+            if not self._sized:
                 return []
             known = {name: self._packs.get(name) for name in packs}
             return [name for name, one in known.items() if one and one.lengths is None]
@@ -197,7 +198,7 @@ class Places:
             if known is None:
                 return False
             known.lay(lengths_in(head, order))
-            self._sized = bool(self._sized or known.lengths)
+            self._sized |= bool(known.lengths)
             keys = b"".join(member[:KEY_BYTES] for member in known.members)
             return head[: KEY_BYTES << order] == keys
 
@@ -254,15 +255,15 @@ class Places:
 def adjacent(members: Sequence[Member]) -> Iterator[list[Member]]:
     """Yield runs of a batch that follow each other in one pack, each of a few MiB."""
     group: list[Member] = []
-    size = 0
+    size, pack, follows = 0, b"", 0
     for one in members:
         size += one.nbytes
         if group and not (
-            one.place == Place(group[-1].place.pack, group[-1].place.before + 1)
-            and size <= _SPAN_BYTES
+            one.place.before == follows and one.place.pack == pack and size <= _SPAN_BYTES
         ):
             yield group
             group, size = [], one.nbytes
         group.append(one)
+        pack, follows = one.place.pack, one.place.before + 1
     if group:
         yield group

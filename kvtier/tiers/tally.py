@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from kvtier.metrics import Metrics
 from kvtier.tiers.exact import Fetched, Wanted
 from kvtier.tiers.store import CountingStore, PaidStore, Status, Store
@@ -18,22 +20,32 @@ class Tally:
         self._metrics = metrics
         self._faults: dict[str, int] = {}  # of the Store's, what is in the metrics already
 
-    def fetched(self, one: Fetched, wanted: Wanted) -> str:
-        """Count what came of a read; return what is to be warned of, if anything is."""
-        if one.status is Status.OK:
-            self._metrics.add("fetched_bytes", wanted.raw_bytes, tier=self._name)
-            if one.decoded:
-                self._metrics.add("decoded_bytes", wanted.raw_bytes, tier=self._name)
-        elif one.unknown:
+    def fetched(self, out: Sequence[Fetched], wanted: Sequence[Wanted]) -> list[str]:
+        """Count what came of a read; return what is to be warned of."""
+        warnings: list[str] = []
+        nbytes = decoded = 0
+        for one, record in zip(out, wanted, strict=True):
+            if one.status is Status.OK:
+                nbytes += record.raw_bytes
+                decoded += record.raw_bytes * one.decoded
+            elif warning := self._missed(one):
+                warnings.append(warning)
+        for name, count in (("fetched_bytes", nbytes), ("decoded_bytes", decoded)):
+            if count:
+                self._metrics.add(name, count, tier=self._name)
+        return warnings
+
+    def _missed(self, one: Fetched) -> str:
+        if one.unknown:
             self._metrics.add("tier_faults", tier=self._name, reason="unknown codec")
             return (
                 f"a record has the codec {one.unknown}, which is not known here: another kvtier "
                 "wrote it, or one with a plug-in, to be named by codec="
             )
-        elif one.status is Status.CORRUPT:
+        if one.status is Status.CORRUPT:
             self._metrics.add("corrupt_records", tier=self._name)
             return "a record is corrupt; it is dropped"
-        elif one.status is Status.ABSENT:  # it was asked for since it was there
+        if one.status is Status.ABSENT:  # it was asked for since it was there
             self._metrics.add("vanished_records", tier=self._name)
         return ""
 

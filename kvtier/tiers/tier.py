@@ -161,9 +161,8 @@ class Tier:
         out = await self._call("read", self._read, list(wanted), failed, deadline=deadline)
         if self._late(deadline):
             out = [one._replace(late=one.status is Status.FAILED) for one in out]
-        for one, record in zip(out, wanted, strict=True):
-            if warning := self._tally.fetched(one, record):
-                self._report.warn(self.name, warning)
+        for warning in self._tally.fetched(out, wanted):
+            self._report.warn(self.name, warning)
         return out
 
     async def write(self, records: Sequence[Write]) -> list[Status]:

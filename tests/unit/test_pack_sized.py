@@ -96,15 +96,53 @@ def test_a_pack_has_a_length_for_each_part_and_is_read_back(store, noise):
 
 
 @pytest.mark.parametrize("encodes", [False, True])
-@pytest.mark.parametrize("wrote_encoded", [False, True])
-def test_a_host_reads_what_another_wrote_whether_either_encodes(store, encodes, wrote_encoded):
+@pytest.mark.parametrize(
+    ("wrote_encoded", "asked"), [(False, ["parts"]), (True, ["in vain", "table", "parts"])]
+)
+def test_a_host_reads_what_another_wrote_whether_either_encodes(
+    store, monkeypatch, encodes, wrote_encoded, asked
+):
+    """Who knows nothing takes a pack for a raw one: most are, and these cost no request more."""
     records = chain(8)
     packer_on(store, encodes=wrote_encoded).write_many(records)
     other = finds(packer_on(store, encodes=encodes), records)
+    sizes = handed_out(store, monkeypatch)
     assert read(other, records) == [OK] * 8
-    assert len(store.spans) == 2, "where the parts are, and the parts"
+    assert [{0: "in vain", head_bytes(3): "table"}.get(size, "parts") for size in sizes] == asked
+    sizes.clear()
     assert read(other, records) == [OK] * 8
-    assert len(store.spans) == 3
+    assert len(sizes) == 1, "where the parts are is known"
+
+
+@pytest.mark.parametrize("wrote", [False, True], ids=["met", "wrote"])
+def test_who_met_or_wrote_an_encoded_pack_asks_in_vain_no_more(store, monkeypatch, wrote):
+    """What assuming raw packs costs is a request for each pack that is read until then."""
+    before, records = chain(8), chain(24)[8:]
+    here = packer_on(store, encodes=wrote)
+    packer_on(store, encodes=True).write_many(records)
+    if wrote:
+        here.write_many(before)
+    else:
+        packer_on(store, encodes=True).write_many(before)
+        assert read(finds(here, before), before) == [OK] * 8
+    finds(here, records[:8])
+    finds(here, records[8:])
+    sizes = handed_out(store, monkeypatch)
+    assert read(here, records) == [OK] * 16
+    assert len(sizes) == 4, "where the parts are, and the parts, of two packs"
+    assert 0 not in sizes
+
+
+def test_twin_who_looked_at_none_would_ask_in_vain_for_each(store, monkeypatch):
+    monkeypatch.setattr(places.Places, "unseen", lambda self, packs: [])
+    before, records = chain(8), chain(16)[8:]
+    for some in (before, records):
+        packer_on(store, encodes=True).write_many(some)
+    here = finds(packer_on(store, encodes=False), before)
+    assert read(here, before) == [OK] * 8
+    sizes = handed_out(store, monkeypatch)
+    assert read(finds(here, records), records) == [OK] * 8
+    assert 0 in sizes
 
 
 def used_to_raw(store: SpanMemory) -> Packer:
