@@ -36,7 +36,18 @@ Examples:
 @click.argument("model")
 @click.option("--gpu-memory", metavar="SIZE", required=True, help="Of one GPU, such as 80GB.")
 @click.option(
-    "--gpus", type=click.IntRange(1, 65_536), default=1, show_default=True, help="How many."
+    "--gpus",
+    type=click.IntRange(1, 65_536),
+    default=1,
+    show_default=True,
+    help="How many, which share each layer.",
+)
+@click.option(
+    "--pipeline",
+    type=click.IntRange(1, 65_536),
+    default=1,
+    show_default=True,
+    help="Stages of layers that --gpus are divided into.",
 )
 @click.option("--weights", metavar="TYPE", default="bf16", show_default=True, help="fp32 to fp4.")
 @click.option("--kv", metavar="TYPE", default="fp16", show_default=True, help="fp32 to fp4.")
@@ -125,6 +136,7 @@ def _setting(options: dict[str, Any]) -> Any:
     return Setting(
         gpu_memory=parse_bytes(options["gpu_memory"]),
         gpus=options["gpus"],
+        pipeline=options["pipeline"],
         weights=options["weights"],
         kv=options["kv"],
         **given,
@@ -155,6 +167,10 @@ def _show(found: Budget, drawn: Curve | None, tiers: Stack | None) -> None:
     for name, value, note in rows:
         console.print(f"  {name:14} {value / _GB:9.1f} GB  {note}".rstrip())
     console.print(f"  KV of a token  {format_bytes(found.bytes_per_token)} = {found.formula}")
+    if found.copies > 1:
+        console.print(
+            f"  in GPU memory  {found.copies:.3g} times that: GPUs cannot divide all of it"
+        )
     if found.fits:
         console.print(f"  at most        {found.tokens:,} tokens of KV at a time in GPU memory")
     if drawn is not None:
@@ -165,7 +181,8 @@ def _show(found: Budget, drawn: Curve | None, tiers: Stack | None) -> None:
 
 
 def _missing(found: Budget) -> str:
-    return f"the model does not fit: {(found.bytes_per_token - found.kv) / _GB:.1f} GB are missing"
+    missing = found.bytes_per_token * found.copies - found.kv
+    return f"the model does not fit: {missing / _GB:.1f} GB are missing"
 
 
 def _show_curve(console: Console, drawn: Curve) -> None:

@@ -66,6 +66,33 @@ def test_memory_adds_up_over_all_gpus():
     assert (given.activations, given.overhead) == (10**9, 2 * 10**9)
 
 
+@pytest.mark.parametrize(
+    ("name", "gpus", "pipeline", "copies"),
+    [
+        ("llama-3-70b", 8, 1, 1),
+        ("llama-3-70b", 16, 1, 2),  # two GPUs have each of the 8 KV heads
+        ("llama-3-70b", 16, 2, 1),
+        ("deepseek-v3", 16, 1, 16),  # the latent is everybody's
+        ("deepseek-v3", 16, 16, 16 * 4 / 61),  # the fullest of 16 stages has 4 of 61 layers
+    ],
+)
+def test_kv_that_several_gpus_have_takes_as_much_memory_again(name, gpus, pipeline, copies):
+    model = MODELS[name]
+    found = budget(model, Setting(GPU, gpus, pipeline, weights="fp8"))
+    assert found.copies == pytest.approx(copies)
+    assert found.tokens == pytest.approx(found.kv / copies / found.bytes_per_token, abs=1)
+    assert found.bytes_per_token == budget(model, Setting(GPU, weights="fp8")).bytes_per_token
+
+
+def test_copies_are_said(capsys):
+    sizes = ("--gpu-memory", "80GB", "--weights", "fp8")
+    assert run(["plan", "deepseek-v3", *sizes, "--gpus", "16"]) == 0
+    assert "16 times that: GPUs cannot divide all of it" in capsys.readouterr().out
+    assert run(["plan", "llama-3-70b", *sizes, "--gpus", "8"]) == 0
+    assert "times that" not in capsys.readouterr().out
+    assert run(["plan", "deepseek-v3", *sizes, "--gpus", "8"]) == 1  # one copy of 671 GB
+
+
 def test_a_config_file_is_read_like_the_table(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     for path in (tmp_path, tmp_path / "config.json"):
@@ -169,6 +196,10 @@ def test_experts_count_as_the_models_cards_say(tmp_path, config, billions, withi
         (("llama-3-8b", "--kv", "bf17"), "precision of --kv 'bf17'"),
         (("llama-3-8b", "--gpu-memory", "80"), "no known unit"),
         (("llama-3-8b", "--gpus", "0"), "gpus"),
+        (("llama-3-8b", "--gpus", "3"), "cannot be divided among the 3 GPUs of a stage; choose"),
+        (("llama-3-70b", "--gpus", "40", "--pipeline", "2"), "among the 20 GPUs of a stage"),
+        (("llama-3-8b", "--gpus", "8", "--pipeline", "3"), "divided into 3 stages; --pipeline div"),
+        (("llama-3-8b", "--gpus", "64", "--pipeline", "64"), "and 32 layers cannot be divided"),
         (("llama-3-8b", "--gpus", "9" * 20), "gpus"),
         (("llama-3-8b", "--overhead", "much"), "much"),
         (("llama-3-8b", "--trace", "no-such"), "cannot read no-such"),
