@@ -6,6 +6,8 @@ get      objects of 16 MiB into slots by the Tier, beside raw clients with as ma
          flight: boto3 and http.client with botocore's signatures, whole objects and ranges of
          4 MiB; and parts of 128 KiB, packed. In every round each contender has its turn. CPU is
          that of this process, without the server's.
+put      objects of 16 MiB by the Tier from slots, checksums included, and by boto3: by this
+         process's CPU alone, since the server's work is on the same cores
 lookup   a prompt of 512 chunks that the host has never seen and of which another has written 317,
          5 ms of round-trip time away; and what an engine's thread waits in match and fetch
 hang     DRAM and NVMe hits while S3 answers nothing, beside the same while it answers; and how much
@@ -34,7 +36,7 @@ from far_proxy import FarProxy
 from hung import hangs
 from msgspec import structs
 from plot import draw, option
-from raw_clients import LARGE, raw_clients
+from raw_clients import IN_FLIGHT, LARGE, raw_boto, raw_clients
 from tiny import BLOCK, Found, note, opened, save
 
 import kvtier
@@ -42,7 +44,7 @@ from kvtier.catalog.fetch import call_bytes
 from kvtier.clock import monotonic
 from kvtier.identity.record import record_id
 from kvtier.metrics import Metrics
-from kvtier.seams import ThreadFlow
+from kvtier.seams import IoPool, ThreadFlow
 from kvtier.storage_backends.s3 import S3Store
 from kvtier.testing.records import NAMESPACE, aligned, make_record
 from kvtier.testing.seaweed import SeaweedServer
@@ -50,6 +52,7 @@ from kvtier.tiers.store import Status, Write
 from kvtier.tiers.tier import Tier, Wanted
 
 LARGE_COUNT = 16
+PUT_COUNT = 8
 SMALL, SMALL_COUNT = 128 << 10, 2048
 TRIES = 4
 CHUNKS, THERE = 512, 317
@@ -57,6 +60,7 @@ RTT = 0.005
 PANELS = {
     "GB/s": "get.*.gb_per_s",
     "CPU s a GB": "get.*.cpu_s_per_gb",
+    "CPU s a GB written": "put_16MiB.cpu_s_per_gb.*",
     "looking up 512 chunks, ms": "lookup_512.{engine_ms,ms}",
     "p99 of a hit here while S3 hangs, ms": "while_hung.*.{base,hung}",
     "and how late, ms": "while_hung.{timer_late_ms,over_deadline_ms}",
@@ -76,6 +80,7 @@ def main() -> None:
         os.environ.update(server.env())
         server.create_bucket("bench")
         gets(server, options.rounds, found)
+        puts(server, options.rounds, found)
         lookups(server, options.rounds, found)
         hangs(server, Path(folder), options.rounds, found)
     for name, values in found.items():
@@ -128,10 +133,6 @@ def gets(server: SeaweedServer, rounds: int, found: Found) -> None:
 @contextlib.contextmanager
 def tiers(server: SeaweedServer) -> Iterator[dict[str, Callable[[], int]]]:
     """Yield reads by a Tier, verified, into slots: calls in parallel, as long as a fetch makes."""
-    options = {name: option.default for name, option in S3Store.OPTIONS.items()}
-    store = S3Store.open("//bench/records", None, options | {"endpoint": server.endpoint})
-    flow = ThreadFlow("bench")
-    tier = Tier("s3", store, flow, Metrics(), monotonic)
     slots = aligned(LARGE * LARGE_COUNT)
 
     def reader(records: Sequence[Write], together: int) -> Callable[[], int]:
@@ -156,7 +157,7 @@ def tiers(server: SeaweedServer) -> Iterator[dict[str, Callable[[], int]]]:
 
         return run
 
-    try:
+    with a_tier(server, "records") as (flow, tier):
         large = chain(LARGE_COUNT, LARGE)
         small = chain(SMALL_COUNT, SMALL)
         for records, together in ((large, 1), (small, SMALL_COUNT // LARGE_COUNT)):
@@ -164,6 +165,17 @@ def tiers(server: SeaweedServer) -> Iterator[dict[str, Callable[[], int]]]:
                 written(flow, tier, records[at : at + together])
         together = call_bytes(SMALL * SMALL_COUNT, S3Store.THREADS) // SMALL
         yield {"tier 16MiB": reader(large, 1), "tier 128KiB": reader(small, together)}
+
+
+@contextlib.contextmanager
+def a_tier(server: SeaweedServer, prefix: str) -> Iterator[tuple[ThreadFlow, Tier]]:
+    """Yield a Tier on the bucket, and the loop that it runs on."""
+    options = {name: option.default for name, option in S3Store.OPTIONS.items()}
+    store = S3Store.open(f"//bench/{prefix}", None, options | {"endpoint": server.endpoint})
+    flow = ThreadFlow("bench")
+    tier = Tier("s3", store, flow, Metrics(), monotonic)
+    try:
+        yield flow, tier
     finally:
         flow.close()
         tier.close()
@@ -192,6 +204,42 @@ def must(statuses: Sequence[Status]) -> None:
     """Stop the benchmark when a record was not moved."""
     if set(statuses) != {Status.OK}:
         raise SystemExit(f"a record was not moved: {set(statuses)}")
+
+
+# --------------------------------------------------------------------------------------------- put
+
+
+def puts(server: SeaweedServer, rounds: int, found: Found) -> None:
+    """Write the same bytes by both, in turn, each time to where nothing is."""
+    records = chain(PUT_COUNT, LARGE)
+    bodies = [bytes(record.data) for record in records]
+    client, pool = raw_boto(server), IoPool("raw", IN_FLIGHT)
+
+    def by_boto(at: int) -> None:
+        client.put_object(Bucket="bench", Key=f"raw/{at}", Body=bodies[at])
+
+    async def by_tier(tier: Tier) -> None:
+        for statuses in await asyncio.gather(*(tier.write([one]) for one in records)):
+            must(statuses)
+
+    with a_tier(server, "puts") as (flow, tier):
+        contenders = {
+            "tier": lambda: flow.spawn(by_tier(tier)).result(),
+            "boto3": lambda: pool.map(by_boto, range(PUT_COUNT)),
+        }
+        for turn in range(rounds + 1):  # the first one connects
+            for name, call in contenders.items():
+                used = time.process_time()
+                call()
+                if turn:
+                    moved = PUT_COUNT * LARGE / 1e9
+                    seconds = (time.process_time() - used) / moved
+                    note(found, f"put_16MiB.cpu_s_per_gb.{name}", seconds)
+            must(flow.spawn(tier.delete([one.header.id for one in records])).result())
+            for at in range(PUT_COUNT):
+                client.delete_object(Bucket="bench", Key=f"raw/{at}")
+    pool.close()
+    client.close()
 
 
 # ------------------------------------------------------------------------------------------ lookup

@@ -76,6 +76,7 @@ def raw_boto(server: SeaweedServer) -> Any:
         region_name="us-east-1",
         config=Config(
             max_pool_connections=IN_FLIGHT,
+            request_checksum_calculation="when_required",
             response_checksum_validation="when_required",
             s3={"addressing_style": "path"},
         ),
