@@ -1,7 +1,7 @@
 """What ``kvtier replay`` predicts of a trace, beside what the real cache does with it.
 
     python benchmarks/predicted.py [TRACE] [--policy NAME] [--requests N] [--at-times]
-                                   [--dir DIR] [--json FILE] [--plot PNG]
+                                   [--decide] [--dir DIR] [--json FILE] [--plot PNG]
 
 Without a TRACE (Mooncake's JSON lines) a synthetic one is made: conversations whose turns share
 what came before. Each request is matched, fetched and saved by a real cache of DRAM and an NVMe
@@ -10,7 +10,11 @@ of its time: so many tokens a second. The tier is read at a given speed, ten tim
 the deployment that is meant, as the engine is: so an hour takes minutes.
 
 With --at-times requests come at the trace's times, --every seconds apart in the mean, and wait
-for each other: for the tier, and for the engine, which computes one after the other.
+for each other: for the tier, and for the engine, which computes one after the other. Whenever it
+is free it looks up those that wait, in turn, passes over who waits for the tier, and computes the
+first that need not. `load` is what it computes of the time in which requests come: beyond 1 it is
+overloaded, and all wait longer and longer. With --decide what is read is what is estimated to be
+worth it, and where that is as fast as computing, they meet in the middle.
 
 Prediction and measurement know the same capacities in chunks, and the same speeds. Differences
 are the cache's own: its order of leaving, its reads side by side, what it costs itself.
@@ -19,6 +23,7 @@ are the cache's own: its order of leaving, its reads side by side, what it costs
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import statistics
@@ -27,8 +32,9 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from plot import option
@@ -42,7 +48,7 @@ from kvtier.planning.stack import Level, Speeds, Stack, simulate_stack
 from kvtier.planning.trace import Trace, read_trace
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.slowed import SlowedStore
-from kvtier.transfer import CopyResult, CopyStatus
+from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer
 
 BLOCK = 512
 CHUNK_BYTES = 64 << 10
@@ -52,9 +58,19 @@ GEOMETRY = kvtier.Geometry(
 )
 NAMESPACE = kvtier.Namespace("timing model", GEOMETRY)
 SCALE = 10  # how much faster than the deployment that is meant
-PREFILL = 5_000 * SCALE  # tokens a second
-CHUNK_SECONDS = 320 * 1024 * BLOCK / 5e9 / SCALE  # a 70B model's chunk from an NVMe at 5 GB/s
-LATENCY = 0.1 / SCALE
+
+
+class Deployment(NamedTuple):
+    """Its speeds. prefill: tokens a second; chunk, latency: seconds of reading one, and before."""
+
+    prefill: float
+    chunk: float
+    latency: float
+
+
+def deployed(scale: float) -> Deployment:
+    """Return those of a 70B model and an NVMe at 5 GB/s, so many times as fast."""
+    return Deployment(5_000 * scale, 320 * 1024 * BLOCK / 5e9 / scale, 0.1 / scale)
 
 
 def synthetic(requests: int, seed: int = 5) -> Trace:
@@ -80,28 +96,43 @@ def synthetic(requests: int, seed: int = 5) -> Trace:
 class Measured:
     """A real cache that serves a trace with an engine that is only a clock."""
 
-    def __init__(self, directory: Path, dram: int, disk: int, policy: str) -> None:
+    def __init__(self, directory: Path, room: tuple[int, int], args: argparse.Namespace) -> None:
         options = {name: option.default for name, option in LmdbSlabStore.OPTIONS.items()}
+        dram, disk = room
+        self.speed = deployed(args.scale)
         self.store = LmdbSlabStore.open(str(directory / "kv"), disk, options)
-        slow = SlowedStore(self.store, CHUNK_BYTES / CHUNK_SECONDS, LATENCY)
+        slow = SlowedStore(self.store, CHUNK_BYTES / self.speed.chunk, self.speed.latency)
         tier = TierConfig(
             *("lmdb", "kv", disk, "through"),
             store=slow,
             write_budget=float("inf"),
-            policy=policy,
+            policy=args.policy,
         )
-        self.cache = kvtier.open(Config(dram, (tier,), policy=policy), namespace=NAMESPACE)
+        self.cache = kvtier.open(Config(dram, (tier,), policy=args.policy), namespace=NAMESPACE)
+        self.decide = args.decide
+        self.last: kvtier.Prefix | None = None  # that was computed: the engine has it
         self.hits = 0
         self.tokens = 0
+        self.computing = 0.0
         self.ttft: list[float] = []
+
+    def has(self, prefix: kvtier.Prefix) -> int:
+        """Return the tokens of a prompt that the engine itself has: of the last one, no more."""
+        keys = [] if self.last is None else self.last.keys
+        both = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(keys, prefix.keys, strict=False)
+        )
+        return min(sum(1 for _ in both) * BLOCK, prefix.limit)
 
     def serve_in_turn(self, trace: Trace, first: int) -> None:
         """Serve one request after the other; those from `first` on are counted."""
         for number, (blocks, tokens) in enumerate(trace.requests()):
+            job = Job(self, list(blocks), tokens, counted=number >= first)
             began = time.perf_counter()
-            job = Job(self.cache, list(blocks), tokens, counted=number >= first)
+            job.begin(began, threading.Event())
             job.wait()
-            self.end(job, time.perf_counter() - began + job.computing)
+            seconds = max(time.perf_counter() - began, job.front)
+            self.end(job, seconds + job.computing - job.front)
             self.cache.flush(timeout=60)
             if not number % 50:
                 print(f"\r{number} of {len(trace)}", end="", file=sys.stderr, flush=True)
@@ -113,108 +144,145 @@ class Measured:
             self.hits += job.loaded
             self.tokens += job.tokens
             self.ttft.append(seconds)
-        prefix = job.match.prefix
+        self.computing += job.computing
+        self.cache.computed(job.spans, job.computing)
+        self.last = prefix = job.match.prefix
         plan: CopyPlan | None = self.cache.plan_save(prefix, list(range(len(prefix.names))))
         if plan is not None:
             self.cache.settle(plan, CopyResult(CopyStatus.OK, plan.tokens))
 
     def serve_at_times(self, trace: Trace, first: int, seconds_per_unit: float) -> None:
-        """Serve requests when they come; the engine computes one at a time, as they are loaded.
+        """Serve requests as an engine does that computes one prompt at a time, see the module.
 
         It is a clock: that this loop wakes up late is no time of its.
         """
         coming = deque(enumerate(trace.requests()))
         start, wake = time.perf_counter() - trace.time(0) * seconds_per_unit, threading.Event()
         loading: list[Job] = []
-        loaded: deque[Job] = deque()
-        current, free = None, 0.0
-        while coming or loading or loaded or current:
+        current: Job | None = None
+        free = 0.0
+        while coming or loading or current:
             now = time.perf_counter()
             if current is not None and now >= free:
                 self.end(current, free - current.came)
                 current = None
-            while coming and now >= (came := start + trace.time(coming[0][0]) * seconds_per_unit):
-                number, (blocks, tokens) = coming.popleft()
-                job = Job(self.cache, list(blocks), tokens, counted=number >= first)
+            if current is None:
+                current = next((job for job in loading if job.there), None)
+            while current is None and coming:
+                number, (blocks, tokens) = coming[0]
+                if now < (came := start + trace.time(number) * seconds_per_unit):
+                    break
+                coming.popleft()
+                job = Job(self, list(blocks), tokens, counted=number >= first)
                 job.came = came
-                if job.fetch is not None:
-                    job.fetch.on_settled(job.settled(wake))
+                job.begin(max(came, free), wake)
                 loading.append(job)
-            for job in [one for one in loading if one.fetch is None or one.fetch.poll()]:
-                job.wait()
-                job.ready = job.ready or time.perf_counter()
-                loading.remove(job)
-                loaded.append(job)
-            if current is None and loaded:
-                current = loaded.popleft()
-                free = max(free, current.ready) + current.computing
+                print(f"\r{number + 1} of {len(trace)}", end="", file=sys.stderr, flush=True)
+                if job.front or job.there:
+                    current = job
+            if current in loading:
+                loading.remove(current)
+                current.wait()
+                free = max(max(free, current.came) + current.front, current.ready)
+                free += current.computing - current.front
             due = [free] if current is not None else []
             due += [start + trace.time(coming[0][0]) * seconds_per_unit] if coming else []
             wake.wait(max(min(due, default=now + 0.1) - time.perf_counter(), 0.0))
             wake.clear()
+        print("\r\033[K", end="", file=sys.stderr)
         self.cache.flush(timeout=60)
 
 
 class Job:
-    """A prompt that is served: matched, and what the cache has of it on its way."""
+    """A prompt that is served: looked up, and what the cache has of it on its way.
+
+    came: when. ready: when that is there. front: seconds of what is computed meanwhile.
+    """
 
     def __init__(
-        self, cache: kvtier.Cache, blocks: Sequence[int], tokens: int, *, counted: bool
+        self, real: Measured, blocks: Sequence[int], tokens: int, *, counted: bool
     ) -> None:
         prompt = np.repeat(np.asarray(blocks, np.int32), BLOCK)
         rest = tokens - len(prompt)
         prompt = np.concatenate([prompt, np.full(max(rest, 0), -1 % (1 << 20), np.int32)])[:tokens]
+        self.prompt = prompt
+        self.real = real
         self.tokens = tokens
         self.counted = counted
-        self.came = 0.0
-        self.ready = 0.0
+        self.came = self.ready = self.front = 0.0
         self.loaded = 0
-        self.match = cache.match(cache.prefix(prompt))
-        self.fetch = None
-        if self.match.tokens:
-            self.fetch = cache.fetch(self.match, timeout=30, deadline=30)
+        self.start = 0  # of what is loaded
+        self.fetch: FetchTransfer | None = None
+        self.lease: kvtier.Lease | None = None
 
-    def settled(self, wake: threading.Event) -> Callable[[], None]:
-        """Return what notes when that is there, and wakes who waits for it."""
+    def begin(self, now: float, wake: threading.Event) -> None:
+        """Look it up. now: when its turn came, by the engine's clock, which this one is behind."""
+        began, cache = time.perf_counter(), self.real.cache
+        match = cache.match(cache.prefix(self.prompt))
+        if self.real.decide:
+            match, advice = cache.advise(match, meet=True)
+            self.start = advice.begin
+            self.front = advice.begin / self.real.speed.prefill
+        self.match = match
+        if match.tokens and not any(match.where):
+            self.lease = cache.lease(match, deadline=30)
+        self.ready = now + time.perf_counter() - began
+        if self.lease is None and match.tokens:
 
-        def note() -> None:
-            self.ready = 0.0
-            wake.set()
+            def settled() -> None:
+                self.ready = time.perf_counter() - (began - now)
+                wake.set()
 
-        return note
+            first = self.start // BLOCK
+            self.fetch = cache.fetch(match, timeout=30, deadline=30, first=first)
+            self.fetch.on_settled(settled)
+
+    @property
+    def there(self) -> bool:
+        """Whether nothing is waited for."""
+        return self.fetch is None or self.fetch.poll()
 
     def wait(self) -> None:
         """Wait until what the cache has of it is there."""
-        lease = None if self.fetch is None else self.fetch.result(60)
+        lease = self.lease if self.fetch is None else self.fetch.result(60)
         if lease is not None:
             with lease:
-                self.loaded = min(lease.tokens, self.match.prefix.limit)
+                self.loaded = max(min(lease.tokens, self.match.prefix.limit) - self.start, 0)
+        if not self.start:
+            self.loaded = max(self.loaded, self.real.has(self.match.prefix))
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """What the engine computes."""
+        return [(0, self.start), (self.start + self.loaded, self.tokens)]
 
     @property
     def computing(self) -> float:
-        """Seconds that the engine takes for what is not loaded."""
-        return (self.tokens - self.loaded) / PREFILL
+        """Seconds that this takes."""
+        return (self.tokens - self.loaded) / self.real.speed.prefill
 
 
 def predicted(
-    trace: Trace, blocks: tuple[int, int], warmup: float, policy: str, seconds_per_unit: float
+    trace: Trace, blocks: tuple[int, int], args: argparse.Namespace, seconds_per_unit: float
 ) -> Stack:
     """Replay the trace through tiers of so many blocks; at its times, if they have a unit."""
+    policy = args.policy
     block_bytes = BLOCK * GEOMETRY.bytes_per_token
-    rate = block_bytes / CHUNK_SECONDS
+    speed = deployed(args.scale)
+    rate = block_bytes / speed.chunk
     levels = [
         Level("dram", blocks[0] * block_bytes, 1e15),
-        Level("lmdb", blocks[1] * block_bytes, rate, LATENCY),
+        Level("lmdb", blocks[1] * block_bytes, rate, speed.latency),
     ]
     return simulate_stack(
         trace,
         levels,
         (policy, make_policy(policy, trace)),
         bytes_per_token=GEOMETRY.bytes_per_token,
-        speeds=Speeds(1 / PREFILL),
+        speeds=Speeds(1 / speed.prefill),
         prices=Prices(),
-        warmup=warmup,
-        always=True,
+        warmup=args.warmup,
+        always=not args.decide,
         seconds_per_unit=seconds_per_unit or 1e-3,
         at_times=bool(seconds_per_unit),
     )
@@ -242,6 +310,8 @@ def main() -> None:
     parser.add_argument("--warmup", type=float, default=0.3)
     parser.add_argument("--at-times", action="store_true", help="requests wait for each other")
     parser.add_argument("--every", type=float, default=0.08, help="seconds between two; as above")
+    parser.add_argument("--scale", type=float, default=SCALE, help="how much faster than meant")
+    parser.add_argument("--decide", action="store_true", help="load what is worth it, not all")
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--json", type=Path)
     option(parser)
@@ -256,7 +326,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.dir) as directory:
         dram = args.dram_chunks * CHUNK_BYTES
         capacity = args.disk_chunks * DISK_BYTES + (4 << 20)
-        real = Measured(Path(directory), dram, capacity, args.policy)
+        real = Measured(Path(directory), (dram, capacity), args)
         try:
             disk = capacity - real.store.capabilities.overhead
             room = (args.dram_chunks, disk // real.store.footprint(CHUNK_BYTES))
@@ -267,7 +337,7 @@ def main() -> None:
                 real.serve_in_turn(trace, first)
         finally:
             real.cache.close()
-    told = predicted(trace, room, args.warmup, args.policy, unit)
+    told = predicted(trace, room, args, unit)
     rate = 100 * real.hits / real.tokens
     median = statistics.median(real.ttft)
     report = {
@@ -275,6 +345,7 @@ def main() -> None:
         "policy": args.policy,
         "requests": len(trace),
         "seconds_between": args.every if args.at_times else None,
+        "load": round(real.computing / (span * unit), 2) if args.at_times else None,
         "chunks": {"dram": room[0], "lmdb": room[1]},
         "hit_rate": {
             "predicted": told.hit_rate,

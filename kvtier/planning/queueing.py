@@ -1,61 +1,72 @@
 """Queueing: how long requests wait for each other when they come at a trace's times.
 
-The least model that is honest: each tier reads for one request after the other, in the order in
-which they come; the engine computes one prompt at a time, in the order in which what they load is
-there; what it computed is there for others when it has ended. Left out is what decoding takes, and
-that prompts share steps.
+As an engine does that computes one prompt at a time. Whenever it is free it goes through those that
+wait, in the order in which they came, and has what the cache has of each looked up then, not when
+it came: what was computed meanwhile is there. One that waits for what it loads is passed over until
+that is there; the first that need not wait is computed. Left out is what decoding takes, and that
+prompts share steps.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-__all__ = ["Waits"]
+__all__ = ["Work", "serve"]
 
 
-class Waits:
-    """Times to first token of requests that are added in the order in which they come.
+class Work(NamedTuple):
+    """What a request takes once it is looked up.
 
-    tiers: how many there are. alone: each as if it were the only one, and nothing queues.
-    times: of each request whose turn has come, the seconds until its first token.
+    ready: when what it loads is there. compute: seconds of what is computed then; front: of what
+    is computed meanwhile. alone: the seconds of all that if nothing else is under way.
     """
 
-    def __init__(self, tiers: int, *, alone: bool) -> None:
-        self.times: list[float] = []
-        self._alone = alone
-        self._free = [0.0] * tiers
-        self._engine = 0.0  # when it is free
-        self._loaded: list[tuple[float, int, float, float]] = []  # at, which, came, computes
-        self._computed: deque[tuple[float, int]] = deque()
+    ready: float
+    compute: float
+    front: float
+    alone: float
 
-    def add(self, now: float, reads: Iterable[tuple[int, float, float]], compute: float) -> float:
-        """Take a request that comes at `now`, in seconds.
 
-        reads: the tiers that it reads, each with its latency and the seconds of its bytes, beside
-        each other; compute: seconds of what is not loaded.
-        Returns the seconds that it would take alone.
-        """
-        ready, loading = now, 0.0
-        for tier, latency, seconds in reads:
-            self._free[tier] = max(now, self._free[tier]) + seconds
-            ready = max(ready, self._free[tier] + latency)
-            loading = max(loading, latency + seconds)
-        number = len(self.times)
-        self.times.append(loading + compute)
-        if self._alone:
-            self._computed.append((0.0, number))
+def serve(
+    times: Sequence[float],
+    begin: Callable[[int, float], Work],
+    ended: Callable[[int], None],
+    *,
+    alone: bool,
+) -> list[float]:
+    """Serve requests, and return the seconds from when each came until its first token.
+
+    times: when they come, in seconds that do not fall. begin: called with a request's number and
+    the time when it is looked up, in the order of the numbers; ended: with its number, when it has
+    been computed. alone: each comes when the one before has ended.
+    """
+    found = [0.0] * len(times)
+    if alone:
+        for number, came in enumerate(times):
+            found[number] = begin(number, came).alone
+            ended(number)
+        return found
+    loading: list[tuple[float, int, Work]] = []  # by when it is there
+    loaded: list[tuple[int, Work]] = []  # by who came first
+    now, following = 0.0, 0
+    while loaded or loading or following < len(times):
+        while loading and loading[0][0] <= now:
+            _, number, work = heapq.heappop(loading)
+            heapq.heappush(loaded, (number, work))
+        while not loaded and following < len(times) and times[following] <= now:
+            work = begin(following, now)
+            if work.front or work.ready <= now:
+                loaded.append((following, work))
+            else:
+                heapq.heappush(loading, (work.ready, following, work))
+            following += 1
+        if loaded:
+            number, work = heapq.heappop(loaded)
+            now = max(now + work.front, work.ready) + work.compute
+            found[number] = now - times[number]
+            ended(number)
         else:
-            heapq.heappush(self._loaded, (ready, number, now, compute))
-        return loading + compute
-
-    def ended(self, now: float) -> Iterator[int]:
-        """Yield the requests, by number, that have been computed by then and were not yielded."""
-        while self._loaded and max(self._engine, self._loaded[0][0]) < now:
-            ready, number, came, compute = heapq.heappop(self._loaded)
-            self._engine = max(self._engine, ready) + compute
-            self.times[number] = self._engine - came
-            self._computed.append((self._engine, number))
-        while self._computed and self._computed[0][0] <= now:
-            yield self._computed.popleft()[1]
+            now = min([*times[following : following + 1], *(at for at, _, _ in loading[:1])])
+    return found

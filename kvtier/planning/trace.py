@@ -148,6 +148,10 @@ class Trace:
         """Return the time of a request, in the trace's own unit."""
         return self._times[number]
 
+    def tokens(self, number: int) -> int:
+        """Return the tokens of a prompt."""
+        return self._tokens[number]
+
     def output(self, number: int) -> int:
         """Return the tokens of a request's answer."""
         return self._outputs[number]

@@ -11,7 +11,7 @@ from kvtier.cli.main import run
 from kvtier.cli.stack import parse_level
 from kvtier.errors import ConfigError
 from kvtier.planning.prices import Prices, read_prices
-from kvtier.planning.queueing import Waits
+from kvtier.planning.queueing import Work, serve
 from kvtier.planning.simulate import simulate
 from kvtier.planning.stack import Level, Speeds, simulate_stack
 from kvtier.planning.trace import Trace
@@ -70,17 +70,89 @@ def test_times_are_those_of_reading_and_of_computing_the_rest():
     assert found.ttft.p50 == pytest.approx(0.01 + 2 * 0.02 + 5 * 0.01)
 
 
+def served(*requests, alone=False):
+    """Serve requests: when each comes, what it loads, and computes. Return times, and the order."""
+    looked, ended = [], []
+
+    def begin(number, now):
+        _, loads, computes = requests[number]
+        looked.append((number, now))
+        return Work(now + loads, computes, 0.0, loads + computes)
+
+    came = [request[0] for request in requests]
+    return serve(came, begin, ended.append, alone=alone), looked, ended
+
+
 def test_requests_at_the_traces_times_wait_for_each_other():
-    waits, alone = Waits(1, alone=False), Waits(1, alone=True)
-    for each in (waits, alone):
-        each.add(0.0, [(0, 0.5, 2.0)], 1.0)  # there at 2.5, computed at 3.5
-        each.add(1.0, [(0, 0.5, 2.0)], 1.0)  # read from 2 on: there at 4.5
-        each.add(3.0, (), 1.0)  # computed before it, from 3.5 on
-    assert alone.times == [3.5, 3.5, 1.0]
-    assert list(waits.ended(3.4)) == []
-    assert list(waits.ended(5.0)) == [0, 2]
-    assert list(waits.ended(9.0)) == [1]
-    assert waits.times == [3.5, 4.5, 1.5]
+    requests = (0.0, 2.5, 1.0), (1.0, 2.5, 1.0), (3.0, 0.0, 1.0), (3.2, 0.0, 1.0)
+    times, looked, ended = served(*requests)
+    # All that come while nobody can be computed are looked up, and who needs not wait is first.
+    assert looked == [(0, 0.0), (1, 1.0), (2, 4.5), (3, 5.5)]
+    assert (times, ended) == ([3.5, 3.5, 2.5, 3.3], [0, 1, 2, 3])
+    assert served(*requests, alone=True)[0] == [3.5, 3.5, 1.0, 1.0]
+
+
+def test_who_waits_for_what_it_loads_is_passed_over_and_no_longer_than_that():
+    times, looked, ended = served(
+        (0.0, 5.0, 1.0), (0.0, 0.0, 4.0), (0.0, 0.0, 4.0), (0.0, 0.0, 1.0)
+    )
+    assert looked == [(0, 0.0), (1, 0.0), (2, 4.0), (3, 9.0)]
+    assert ended == [1, 2, 0, 3]
+    assert times == [9.0, 4.0, 8.0, 10.0]
+
+
+def test_what_was_computed_while_a_request_waited_is_there_when_its_turn_comes():
+    trace = traced(["a", "b"], ["a", "b"], ["a", "b"], seconds=0)
+    at_once = stacked(trace, level("dram", 8), at_times=True)
+    assert at_once.levels[0].hit_tokens == 2 * 2 * BLOCK
+    assert at_once.ttft.p50 == pytest.approx(9 * 0.01 + 0.01)
+
+
+def below(*prompts, speed, at_times=True, dram=9, **how):
+    """Replay prompts that only the tier below has, and behind them what puts them there."""
+    fill = [[one] for one in range(dram)]
+    trace = Trace("t", BLOCK)
+    for number, blocks in enumerate((*prompts, *fill)):
+        trace.add(1000 * number, len(blocks) * BLOCK + 1, 1, blocks)
+    for blocks in prompts:
+        trace.add(1000 * 1000, len(blocks) * BLOCK + 1, 1, blocks)
+    levels = level("dram", dram), level("lmdb", None, BLOCK_BYTES / speed)
+    warmup = (len(trace) - len(prompts)) / len(trace)
+    return stacked(trace, *levels, at_times=at_times, warmup=warmup, **how)
+
+
+PROMPTS = [f"a{n}" for n in range(8)], [f"b{n}" for n in range(8)]
+
+
+def test_what_is_queued_at_a_tier_is_waited_for_or_computed():
+    """A prompt is loaded in 0.048 s and computed in 0.32: which the last of nine waits longer."""
+    prompts = [[f"{name}{n}" for n in range(8)] for name in "abcdefghi"]
+    alone = below(*prompts, speed=0.006, dram=150, at_times=False)
+    assert alone.levels[1].hit_tokens == 9 * 8 * BLOCK
+    forced, decided = (below(*prompts, speed=0.006, dram=150, always=one) for one in (True, False))
+    assert forced.levels[1].hit_tokens == 9 * 8 * BLOCK
+    assert 0 < decided.skipped_tokens <= 2 * 8 * BLOCK
+    assert decided.levels[1].hit_tokens + decided.skipped_tokens == 9 * 8 * BLOCK
+
+
+def test_where_loading_takes_as_long_as_computing_they_meet_in_the_middle():
+    found = below(PROMPTS[0], speed=0.04)
+    assert found.levels[1].hit_tokens == 4 * BLOCK
+    assert found.ttft.p50 == pytest.approx(4 * 0.04 + 0.01)
+    assert found.skipped_tokens == 4 * BLOCK
+
+
+def test_no_read_begins_while_reads_fill_half_of_dram():
+    """As live; with room for more it does."""
+    few, many = (below(*PROMPTS, speed=0.001, always=True, dram=n) for n in (15, 17))
+    assert few.levels[1].hit_tokens == 8 * BLOCK
+    assert many.levels[1].hit_tokens == 16 * BLOCK
+
+
+def test_what_another_request_reads_is_waited_for_and_read_once():
+    found = below(PROMPTS[0], PROMPTS[0], speed=0.01, always=True)
+    assert found.levels[1].read_bytes == 8 * BLOCK_BYTES
+    assert found.ttft.p50 == pytest.approx(8 * 0.01 + 1.5 * 0.01)
 
 
 @pytest.mark.parametrize("at_times", [False, True])
