@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvtier.cli.output import not_written
 from kvtier.planning.replay import OPTIMAL
+from kvtier.planning.workloads import PREFIX
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from kvtier.planning.replay import Replay
 
-__all__ = ["draw"]
+__all__ = ["draw", "title"]
 
 _INCHES: Final = (7.0, 4.5)
+_TITLE: Final = 60  # characters of a line
 _MARKS: Final = "osD^vP*X<>"
 
 
@@ -34,6 +37,13 @@ def draw(replays: Sequence[Replay], path: Path) -> None:
         figure.savefig(path)
     except OSError as error:
         raise not_written(path, error) from error
+
+
+def title(trace: str) -> str:
+    """Return what a trace is called above its panel: a file without how it is packed."""
+    if not trace.startswith(PREFIX):
+        return trace.split(".", maxsplit=1)[0] or trace
+    return "\n".join(textwrap.wrap(trace.replace("&", " "), _TITLE))
 
 
 def _panel(found: Replay, axes: Axes) -> None:
@@ -55,6 +65,6 @@ def _panel(found: Replay, axes: Axes) -> None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"capacity, blocks of {found.block_tokens} tokens")
     axes.set_ylabel("hit rate, % of prompt tokens")
-    axes.set_title(found.trace.split(".", maxsplit=1)[0])
+    axes.set_title(title(found.trace), parse_math=False)
     axes.grid(visible=True, alpha=0.3)
     axes.legend(fontsize="small", ncols=2)

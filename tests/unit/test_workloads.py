@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from kvtier.cli.main import run
+from kvtier.cli.plot import title
 from kvtier.errors import ConfigError
 from kvtier.planning import workloads
 from kvtier.planning.optimum import ceiling, optimum
@@ -253,6 +254,12 @@ def test_a_plan_takes_a_workload_instead_of_a_trace(capsys):
     assert "name one" in capsys.readouterr().err
     assert run([*plan, "--workload", "t.jsonl"]) == 2
     assert "unknown kind of workload 't.jsonl'" in capsys.readouterr().err
+
+
+def test_a_plot_s_title_has_all_parameters():
+    text = "workload:rag?zipf=1.25&rate=0.5&documents=100000&retrieved=3&question=90"
+    assert title(text).split() == text.split("&")
+    assert title("trace.jsonl.zst") == "trace"
 
 
 @pytest.mark.parametrize("command", ["replay", "plan", "bench trace"])
