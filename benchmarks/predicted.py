@@ -3,11 +3,12 @@
     python benchmarks/predicted.py [TRACE] [--policy NAME] [--requests N] [--at-times]
                                    [--decide] [--dir DIR] [--json FILE] [--plot PNG]
 
-Without a TRACE (Mooncake's JSON lines) a synthetic one is made: conversations whose turns share
-what came before. Each request is matched, fetched and saved by a real cache of DRAM and an NVMe
-tier, on chunks of one page: as many as fit are what counts, not their size. The engine is a model
-of its time: so many tokens a second. The tier is read at a given speed, ten times that of
-the deployment that is meant, as the engine is: so an hour takes minutes.
+A TRACE is what `kvtier replay` takes, in blocks of 512 tokens: a file, or a workload such as
+'workload:multi-turn?prefixes=20', whose answers are saved, too. Without one conversations are made
+whose turns share what came before. Each request is matched, fetched and saved by a real cache of
+DRAM and an NVMe tier, on chunks of one page: as many as fit are what counts, not their size. The
+engine is a model of its time: so many tokens a second. The tier is read at a given speed, ten times
+that of the deployment that is meant, as the engine is: so an hour takes minutes.
 
 With --at-times requests come at the trace's times, --every seconds apart in the mean, and wait
 for each other: for the tier, and for the engine, which computes one after the other. Whenever it
@@ -17,7 +18,9 @@ overloaded, and all wait longer and longer. With --decide what is read is what i
 worth it, and where that is as fast as computing, they meet in the middle.
 
 Prediction and measurement know the same capacities in chunks, and the same speeds. Differences
-are the cache's own: its order of leaving, its reads side by side, what it costs itself.
+are the cache's own: its order of leaving, its reads side by side, what it costs itself. An NVMe
+tier below 2 GiB that is full lets a 32nd of itself go at a time, which no replay knows: where the
+hit rate hangs on the last percents of the room, as of a few agents' turns, that is points.
 """
 
 from __future__ import annotations
@@ -44,8 +47,9 @@ from kvtier.config import Config, TierConfig
 from kvtier.copyplan import CopyPlan
 from kvtier.planning.prices import Prices
 from kvtier.planning.replay import make_policy
+from kvtier.planning.sources import read_source, sources
 from kvtier.planning.stack import Level, Speeds, Stack, simulate_stack
-from kvtier.planning.trace import Trace, read_trace
+from kvtier.planning.trace import Trace
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.slowed import SlowedStore
 from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer
@@ -126,8 +130,8 @@ class Measured:
 
     def serve_in_turn(self, trace: Trace, first: int) -> None:
         """Serve one request after the other; those from `first` on are counted."""
-        for number, (blocks, tokens) in enumerate(trace.requests()):
-            job = Job(self, list(blocks), tokens, counted=number >= first)
+        for number, served in enumerate(trace.served()):
+            job = Job(self, *served, counted=number >= first)
             began = time.perf_counter()
             job.begin(began, threading.Event())
             job.wait()
@@ -146,7 +150,7 @@ class Measured:
             self.ttft.append(seconds)
         self.computing += job.computing
         self.cache.computed(job.spans, job.computing)
-        self.last = prefix = job.match.prefix
+        self.last = prefix = self.cache.prefix(job.computed)
         plan: CopyPlan | None = self.cache.plan_save(prefix, list(range(len(prefix.names))))
         if plan is not None:
             self.cache.settle(plan, CopyResult(CopyStatus.OK, plan.tokens))
@@ -156,7 +160,7 @@ class Measured:
 
         It is a clock: that this loop wakes up late is no time of its.
         """
-        coming = deque(enumerate(trace.requests()))
+        coming = deque(enumerate(trace.served()))
         start, wake = time.perf_counter() - trace.time(0) * seconds_per_unit, threading.Event()
         loading: list[Job] = []
         current: Job | None = None
@@ -169,11 +173,11 @@ class Measured:
             if current is None:
                 current = next((job for job in loading if job.there), None)
             while current is None and coming:
-                number, (blocks, tokens) = coming[0]
+                number, served = coming[0]
                 if now < (came := start + trace.time(number) * seconds_per_unit):
                     break
                 coming.popleft()
-                job = Job(self, list(blocks), tokens, counted=number >= first)
+                job = Job(self, *served, counted=number >= first)
                 job.came = came
                 job.begin(max(came, free), wake)
                 loading.append(job)
@@ -196,16 +200,19 @@ class Measured:
 class Job:
     """A prompt that is served: looked up, and what the cache has of it on its way.
 
+    blocks: the prompt's, `asked` of them, and those of its answer.
     came: when. ready: when that is there. front: seconds of what is computed meanwhile.
     """
 
     def __init__(
-        self, real: Measured, blocks: Sequence[int], tokens: int, *, counted: bool
+        self, real: Measured, blocks: Sequence[int], asked: int, tokens: int, *, counted: bool
     ) -> None:
-        prompt = np.repeat(np.asarray(blocks, np.int32), BLOCK)
+        prompt = np.repeat(np.asarray(blocks[:asked], np.int32), BLOCK)
         rest = tokens - len(prompt)
         prompt = np.concatenate([prompt, np.full(max(rest, 0), -1 % (1 << 20), np.int32)])[:tokens]
-        self.prompt = prompt
+        self.prompt = self.computed = prompt
+        if len(blocks) > asked:
+            self.computed = np.repeat(np.asarray(blocks, np.int32), BLOCK)
         self.real = real
         self.tokens = tokens
         self.counted = counted
@@ -288,13 +295,13 @@ def predicted(
     )
 
 
-def beginning(path: Path, requests: int) -> Trace:
+def beginning(named: str, requests: int) -> Trace:
     """Return the first requests of a trace."""
-    whole = read_trace(path, BLOCK)
+    whole = read_source(sources([named])[0], BLOCK, skip_bad=False, time_unit="ms")
     trace = Trace(whole.name, BLOCK)
-    for number, (blocks, tokens) in enumerate(whole.requests()):
+    for number, (blocks, asked, tokens) in enumerate(whole.served()):
         if number < requests:
-            trace.add(whole.time(number), tokens, 1, list(blocks))
+            trace.add(whole.time(number), tokens, 1, blocks[:asked], blocks[asked:])
     return trace
 
 
@@ -302,7 +309,7 @@ def main() -> None:
     """Measure, and print JSON."""
     raw = argparse.RawTextHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("trace", type=Path, nargs="?")
+    parser.add_argument("trace", nargs="?")
     parser.add_argument("--policy", default="lru", help="of both tiers")
     parser.add_argument("--requests", type=int, default=1500)
     parser.add_argument("--dram-chunks", type=int, default=500)

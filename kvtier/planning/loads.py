@@ -99,8 +99,8 @@ class Loads:
         return Work(ready, copying + compute, front, taken)
 
     def ended(self, number: int) -> None:
-        """Let what was computed of a request come in."""
-        self._tiers.save(self._trace.blocks(number))
+        """Let what was computed of a request, and its answer, come in."""
+        self._tiers.save(self._trace.computed(number))
 
     def without(self, number: int, now: float) -> Work:
         """Return what a request takes if all of it is computed."""

@@ -243,6 +243,16 @@ def test_requests_of_a_workload_wait_for_each_other_the_more_of_them_come(capsys
     assert 1.0 < waited[1] < 0.4 * (1 + load / (2 * (1 - load)))
 
 
+@pytest.mark.parametrize("times", [[], ["--at-times"]])
+def test_a_stack_of_tiers_finds_answers_too(times, capsys):
+    text = "workload:multi-turn?requests=100&rate=0.1&system=256&question=256&output=512&vary=0"
+    found = reported(
+        capsys,
+        *("replay", text, "--tier", "dram:1GiB@25GB/s", "--bytes-per-token", "1KiB", *times),
+    )
+    assert found["hit_rate"] == pytest.approx(ceiling(drawn(text)).rate_tokens, abs=0.001)
+
+
 def test_a_plan_takes_a_workload_instead_of_a_trace(capsys):
     plan = ("plan", "llama-3-8b", "--gpu-memory", "80GB")
     found = reported(capsys, *plan, "--workload", "multi-turn?requests=200&rate=4")
