@@ -71,8 +71,11 @@ class Spread:
         A copy's only run goes on from plane to plane, where its planes lie together at both ends.
         """
         planes = len(self.planes[0])
-        together = self.planes[:, 1:2] == self.runs.nbytes[self.first[:-1]]
-        return planes * len(self.runs) - (planes - 1) * int(together.all(axis=0).sum())
+        if planes == 1:
+            return len(self.runs)
+        together = (self.planes[:, 1:2] == self.runs.nbytes[self.first[:-1]]).all(axis=0)
+        lone = np.diff(self.first) == 1
+        return planes * len(self.runs) - (planes - 1) * int((together & lone).sum())
 
     def rows(self, *, into_slot: bool) -> tuple[Numbers, ...]:
         """Return the rows of the kernel's table: see ``copy.cuh``."""

@@ -76,6 +76,7 @@ def planner_holds() -> bool:
     )
     return (
         _plain_facts()
+        and _counts()
         and _staged_facts()
         and _together()
         and all(_refused(error, said, call) for error, said, call in _refusals())
@@ -182,6 +183,28 @@ def _plain_facts() -> bool:
         and pieces.nbytes.tolist() == [16, 16, 8]
         and len(describe([])) == len(cut(describe([]))) == len(joined(describe([]))) == 0
     )
+
+
+def _counts() -> bool:
+    """Say whether runs are counted as they will be, whatever lies together in memory."""
+    for planes, ids in ((1, ((2,), (3, 4))), (2, ((1, 3), (5,), (4, 6))), (3, ((1,), (5, 6, 0)))):
+        shapes = ((planes, 9, 16), *((planes, len(some), 16) for some in ids))
+        plain = [np.zeros(shape, np.uint8) for shape in shapes]
+        turned = [np.zeros((blocks, n, 16), np.uint8).swapaxes(0, 1) for n, blocks, _ in shapes]
+        for pages, *slots in (plain, turned):
+            copies = [Copy(pages, some, slot) for some, slot in zip(ids, slots, strict=True)]
+            if any(one.count != len(_joined_apart(one)) for one in spreads([copies])[0]):
+                return False
+    return True
+
+
+def _joined_apart(spread: Spread) -> list[list[int]]:
+    """Return the runs of a spread on all planes, those of each copy joined, of no two."""
+    found: list[list[int]] = []
+    for first, stop in zip(spread.first[:-1], spread.first[1:], strict=True):
+        one = Spread(spread.planes, spread.runs.some(slice(first, stop)))
+        found += _rows(joined(one.expanded()))
+    return found
 
 
 def _staged_facts() -> bool:

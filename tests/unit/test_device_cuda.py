@@ -26,6 +26,7 @@ PLANES, BYTES = 6, 48
 WAYS = [Choice(way, 3) for way in PATHS]
 
 every_way = pytest.mark.parametrize("way", WAYS, ids=PATHS)
+each_or_none = pytest.mark.parametrize("way", [None, *WAYS], ids=["as the table says", *PATHS])
 
 
 def made(way=None, driver=None, **options):
@@ -48,7 +49,7 @@ def scatter(device, copies, *after, groups=1):
 # ---------------------------------------------------------------------------------------- bytes
 
 
-@every_way
+@each_or_none
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 def test_there_and_back_in_every_layout(layout, way):
     item = getattr(torch, layout.dtype).itemsize
@@ -76,6 +77,22 @@ def test_there_and_back_in_every_layout(layout, way):
             assert (slot[:, rest] == 0xAB).all()
             expected[:, named] = source[:, named]
         assert np.array_equal(target, expected)
+
+
+@each_or_none
+@pytest.mark.parametrize("planes", [1, 2])
+def test_several_copies_of_few_planes(way, planes):
+    kv, slots = pages()[:planes], np.zeros((3, planes, 2, BYTES), np.uint8)
+    ids, back = ((1, 2), (4, 7), (9, 8)), np.zeros_like(kv)
+    with closing(made(way)) as device:
+        device.pin(slots)
+        stored = gather(device, [Copy(kv, *one) for one in zip(ids, slots, strict=True)])
+        copies = [Copy(back, *one) for one in zip(ids, slots, strict=True)]
+        *_, landed = scatter(device, copies, stored, groups=2)
+        assert landed.wait(SECONDS)
+    for some, slot in zip(ids, slots, strict=True):
+        assert np.array_equal(slot, kv[:, some])
+        assert np.array_equal(back[:, some], kv[:, some])
 
 
 @every_way
