@@ -72,10 +72,13 @@ def ended(process):
 
 def test_before_it_has_anything_it_ends_at_once_and_afterwards_in_order(tmp_path):
     steps = dict.fromkeys(BEFORE, (130, "", ""))
-    steps |= dict.fromkeys((f"os.mkdir {tmp_path}", "subprocess.Popen"), (0, "ended", ""))
-    started = {step: interrupted(step, tmp_path) for step in steps}
+    steps |= dict.fromkeys(("os.mkdir {}/run", "subprocess.Popen"), (0, "ended", ""))
+    folders = {step: tmp_path / str(number) for number, step in enumerate(steps)}
+    for folder in folders.values():
+        folder.mkdir()
+    started = {step: interrupted(step.format(at), at) for step, at in folders.items()}
     assert {step: ended(process) for step, process in started.items()} == steps
-    assert list(tmp_path.iterdir()) == []
+    assert [list(folder.iterdir()) for folder in folders.values()] == [[]] * len(steps)
 
 
 def test_twin_an_interrupt_that_raises_may_be_lost(tmp_path):
