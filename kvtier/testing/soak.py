@@ -28,6 +28,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import statistics
@@ -52,7 +53,6 @@ __all__ = ["Soak", "main"]
 _TICK_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = 0.25  # between two looks at what is mapped
 _HUNG_SECONDS: Final = 25.0  # opening may take 10 s to find a daemon, and as many to join
-_SERVER_SECONDS: Final = 2.0  # between two kills
 _AGAIN_SECONDS: Final = 0.5  # the longest that a client waits before it looks for a daemon again
 _LET_GO_SECONDS: Final = 1.0  # in which memory that is gone may be mapped still
 _CHUNKS: Final = 192  # in DRAM; the prompts have more than twice as many
@@ -87,14 +87,26 @@ class Soak:
     """One run. Its process has one thread until all clients have ended.
 
     start: starts a daemon, in place of the one before. stalls: one copy in so many stands still.
-    supervisor: after so many seconds each daemon's is killed, 0 for never.
+    longest: seconds that a client stays stopped beyond its lease, at most.
+    server: seconds between two kills. supervisor: after so many seconds each daemon's is killed, 0
+    for never.
     """
 
     def __init__(
-        self, start: Callable[[], Daemon], board: Board, seed: int, stalls: int, supervisor: float
+        self,
+        start: Callable[[], Daemon],
+        board: Board,
+        seed: int,
+        stalls: int,
+        *,
+        longest: float,
+        server: float,
+        supervisor: float,
     ) -> None:
         self._start_daemon = start
         self._daemon = daemon = start()
+        self._longest = longest
+        self._server_lives = server
         self._every = supervisor
         self._began = time.monotonic()  # the daemon that there is
         self._board = board
@@ -109,16 +121,29 @@ class Soak:
         self._looked = 0.0
         self.tally = _Tally()
 
-    def run(self, seconds: float, *, first: bool = False) -> None:
-        """Go on for so long, or to the `first` wrong byte, and let all end."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if first and self._board.sum(Row.WRONG_BYTES):
+    def run(self, seconds: float, *, first: bool = False, least: float = math.inf) -> None:
+        """Go on for so long, or to the `first` wrong byte or second arena, and let all end.
+
+        After `least` seconds it is enough if each kind of harm was done.
+        """
+        begin = time.monotonic()
+        while time.monotonic() < begin + seconds:
+            if first and (self._board.sum(Row.WRONG_BYTES) or self.tally.arenas > 1):
+                break
+            if time.monotonic() > begin + least and self._done():
                 break
             self._tick()
             self._harm(time.monotonic())
             time.sleep(_TICK_SECONDS)
         self._end()
+
+    def _done(self) -> bool:
+        """Say whether each kind of harm was done, and work in spite of it."""
+        tally, board = self.tally, self._board
+        harm = [tally.kills, tally.stops, tally.clients_killed, board.sum(Row.STALLED_COPIES)]
+        if self._every:
+            harm.append(tally.supervisors_killed)
+        return all((*harm, tally.resumed, board.sum(Row.LOADS), board.sum(Row.SAVES)))
 
     def _tick(self) -> None:
         """Look at everything once."""
@@ -151,7 +176,7 @@ class Soak:
             return
         if state(one.pid) in "Tt":
             self._waiting.pop(one.number, None)
-            one.wake = one.wake or now + LEASE_SECONDS + self._random.uniform(0.2, 2.5)
+            one.wake = one.wake or now + LEASE_SECONDS + self._random.uniform(0.2, self._longest)
             if now >= one.wake:
                 one.wake, one.running_since = 0.0, now
                 os.kill(one.pid, signal.SIGCONT)
@@ -190,8 +215,8 @@ class Soak:
 
     def _harm(self, now: float) -> None:
         """Kill the server when its time has come; stop or kill a client now and then."""
-        answers = self._returned and now - self._returned > _SERVER_SECONDS / 4
-        if answers and now - self._killed > _SERVER_SECONDS:
+        answers = self._returned and now - self._returned > self._server_lives / 4
+        if answers and now - self._killed > self._server_lives:
             self.tally.resumed += [now - self._returned] * len(self._waiting)
             self._waiting.clear()
             self._killed = now
@@ -282,21 +307,35 @@ def main() -> None:
     arguments.add_argument("--clients", type=int, default=64)
     arguments.add_argument("--seed", type=int, default=0)
     arguments.add_argument("--stalls", type=int, default=20, help="one copy in so many is stalled")
+    arguments.add_argument("--longest", type=float, default=2.5, help="seconds of a stop")
+    arguments.add_argument("--server", type=float, default=2.0, help="seconds that one lives")
+    arguments.add_argument("--chunks", type=int, default=_CHUNKS, help="that DRAM has room for")
     arguments.add_argument("--supervisor", type=float, default=60.0, help="seconds that one lives")
-    arguments.add_argument("--first", action="store_true", help="end at the first wrong byte")
+    arguments.add_argument("--first", action="store_true", help="end at what is found first")
+    arguments.add_argument(
+        "--least", type=float, default=math.inf, help="end then, if each kind of harm was done"
+    )
     arguments.add_argument("--json", type=Path)
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvtier-soak-") as name, contextlib.ExitStack() as ends:
         folder = Path(name)
-        tiers = (f"dram:{_CHUNKS * CHUNK_BYTES}B", f"lmdb:{folder / 'nvme'}?capacity=256MiB")
+        tiers = (f"dram:{options.chunks * CHUNK_BYTES}B", f"lmdb:{folder / 'nvme'}?capacity=256MiB")
 
         def start() -> Daemon:
             ends.close()  # the one before has ended
             return ends.enter_context(running(*tiers, path=folder / "kv.sock"))
 
         board = Board(folder / "board", options.clients)
-        soak = Soak(start, board, options.seed, options.stalls, options.supervisor)
-        soak.run(options.seconds, first=options.first)
+        soak = Soak(
+            start,
+            board,
+            options.seed,
+            options.stalls,
+            longest=options.longest,
+            server=options.server,
+            supervisor=options.supervisor,
+        )
+        soak.run(options.seconds, first=options.first, least=options.least)
         report = soak.report()
     report |= {"seconds": options.seconds, "clients": options.clients, "seed": options.seed}
     line = json.dumps(report)

@@ -18,7 +18,8 @@ from kvtier.testing.proxy import CHAOS, DelayProxy, Fault
 from kvtier.testing.records import make_record
 from kvtier.testing.tls import self_signed
 from kvtier.testing.toy import Toy, dram, opened, prompt
-from kvtier.tiers.breaker import FAILURES, REST_SECONDS
+from kvtier.tiers import breaker
+from kvtier.tiers.breaker import FAILURES
 from kvtier.tiers.store import Span, Status, Write
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
@@ -30,6 +31,7 @@ BOUND = ATTEMPTS * (CONNECT + READ) + BACKOFF + BUSY  # of one call
 SIZE, LARGE = 50_000, (1 << 20) + 1
 SPAN = 10_000
 HEAL_SECONDS = 30.0
+REST_SECONDS = 1.0  # of the breaker, and of what was found to be absent: in place of five
 FAULTS = [fault for fault in Fault if fault is not Fault.NONE]
 TOKENS = 400
 
@@ -308,18 +310,21 @@ def test_every_fault_is_a_counted_miss_of_a_cache(proxy, toys, fault):
 
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.DENIED, Fault.HANG])
 def test_five_failed_calls_open_the_breaker_and_it_closes_when_the_server_is_back(
-    proxy, toys, fault
+    proxy, toys, fault, monkeypatch
 ):
+    monkeypatch.setattr(breaker, "REST_SECONDS", REST_SECONDS)
+    monkeypatch.setattr("kvtier.catalog.probe._TTL_SECONDS", REST_SECONDS)
     tokens = prompt(TOKENS)
     toys("").save("a", tokens)
     toy = toys()
     proxy.inject(fault)
     failed, began, number = 0, time.monotonic(), itertools.count(10)
     while failed < FAILURES:
+        opened_at = time.monotonic()  # at the earliest
         toy.load(f"bad-{failed}", prompt(TOKENS, next(number)))
         failed = toy.cache.metrics.get("tier_errors", tier="s3")
         assert time.monotonic() < began + HEAL_SECONDS
-    opened_at, asked = time.monotonic(), proxy.requests
+    asked = proxy.requests
     for turn in range(20):
         assert toy.load(f"open-{turn}", prompt(TOKENS, next(number)))[::2] == (0, True)
     tries = 1 + int((time.monotonic() - opened_at) / REST_SECONDS)

@@ -35,7 +35,8 @@ def soaked(root: Path, *options: str, careless: str = "") -> tuple[int, dict[str
 
 
 def test_a_short_soak_finds_nothing_wrong(root):
-    status, report = soaked(root, "--seconds", "20", "--stalls", "6", "--supervisor", "8")
+    short = ("--seconds", "60", "--least", "10", "--stalls", "6", "--supervisor", "5")
+    status, report = soaked(root, *short)
     assert not status, report
     for name in ("wrong_bytes", "hangs", "leaked_leases", "errors"):
         assert report[name] == 0, report
@@ -46,15 +47,18 @@ def test_a_short_soak_finds_nothing_wrong(root):
         assert report[name] > 0, report
 
 
-@pytest.mark.parametrize("guard", ["revoke", "forget"])
-def test_without_a_guard_the_soak_sees_wrong_bytes(root, guard):
-    short = ("--seconds", "60", "--stalls", "4", "--first", "--supervisor", "0")
-    status, report = soaked(root, *short, careless=guard)
+@pytest.mark.parametrize(("guard", "server"), [("revoke", "20"), ("forget", "4")])
+def test_without_a_guard_the_soak_sees_wrong_bytes(root, guard, server):
+    """Slots are few; a server lives, and a copy stands still, until others have used them."""
+    short = ("--seconds", "120", "--stalls", "4", "--first", "--supervisor", "0")
+    scarce = ("--chunks", "24", "--server", server, "--longest", "5")
+    status, report = soaked(root, *short, *scarce, careless=guard)
     assert status == 1, report
     assert report["wrong_bytes"] > 0, report
 
 
 def test_without_letting_go_the_soak_sees_two_arenas(root):
-    status, report = soaked(root, "--seconds", "12", "--supervisor", "5", careless="keep")
+    short = ("--seconds", "60", "--first", "--supervisor", "5")
+    status, report = soaked(root, *short, careless="keep")
     assert status == 1, report
     assert report["arenas_alive_max"] > 1, report
