@@ -27,7 +27,7 @@ from kvtier.units import parse_bytes, parse_seconds
 if TYPE_CHECKING:
     from kvtier.bench.run import Shape
 
-__all__ = ["Common", "Output", "common", "number", "run_workload", "with_options"]
+__all__ = ["Common", "Output", "common", "number", "run_workload"]
 
 _MOST_THREADS: Final = 1024
 _MODELS: Final = {
@@ -64,17 +64,6 @@ def number(*names: str, least: int = 1, most: int | None = None, **more: Any) ->
     name = names[0].removeprefix("--").replace("-", "_")
     kind = Count(least, most)
     return click.option(*names, name, type=kind, metavar="N", show_default=True, **more)
-
-
-def with_options(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Give a command options, in their order."""
-
-    def add(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
 
 
 def _text(name: str, metavar: str, text: str, default: str | None = None) -> Callable[[F], F]:

@@ -8,8 +8,9 @@ from typing import Any, Final
 import click
 
 from kvtier.bench.settings import RANDOM, Settings
-from kvtier.cli.bench_options import Common, Output, common, number, run_workload, with_options
+from kvtier.cli.bench_options import Common, Output, common, number, run_workload
 from kvtier.cli.kinds import ABOVE_ZERO
+from kvtier.cli.options import with_options
 from kvtier.cli.traces import in_time, read, source_options
 from kvtier.errors import ConfigError
 from kvtier.units import parse_bytes

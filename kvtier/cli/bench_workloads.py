@@ -9,7 +9,8 @@ import click
 
 from kvtier.bench.settings import Settings
 from kvtier.bench.workloads import LongDoc, MultiTurn, NoReuse, SharedPrefix
-from kvtier.cli.bench_options import Common, Output, common, number, run_workload, with_options
+from kvtier.cli.bench_options import Common, Output, common, number, run_workload
+from kvtier.cli.options import with_options
 from kvtier.errors import ConfigError
 
 __all__ = ["SHARED_PREFIX", "WORKLOADS", "Workload", "workload_command"]

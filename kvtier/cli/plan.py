@@ -60,7 +60,7 @@ Examples:
     help="Or requests that are drawn, such as 'rag?documents=500&rate=4'; see --help-workloads.",
 )
 @source_options(warmup=0.5)
-@in_money("for the times and the money below")
+@in_money("for --trace and --workload")
 @in_time()
 @click.option(
     "--json", "json_file", type=REPORT, metavar="FILE", help="Write the report; - is stdout."
@@ -99,6 +99,7 @@ def plan(model: str, json_file: str | None, **options: Any) -> int:
                 found.bytes_per_token,
                 prefill=options["prefill"],
                 prices=prices,
+                at_times=options["at_times"],
                 tell=tell,
             )
     report = _encoded(found, drawn, tiers)

@@ -82,11 +82,6 @@ Examples:
     "lmdb:1TiB@5GB/s+100us, s3:unbounded@1GB/s+20ms.",
 )
 @click.option(
-    "--at-times",
-    is_flag=True,
-    help="Let requests come at the trace's times and wait for each other; for --tier.",
-)
-@click.option(
     "--always-load", is_flag=True, help="Load what computing is faster than, too; for --tier."
 )
 @in_money("for --tier")

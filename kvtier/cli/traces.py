@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 import click
 
 from kvtier.cli.kinds import ABOVE_ZERO, PART
+from kvtier.cli.options import with_options
 
 if TYPE_CHECKING:
     from kvtier.planning.prices import Prices
@@ -78,12 +79,12 @@ def source_options(warmup: float) -> Callable[[F], F]:
         show_default=True,
         help="Fraction of the requests that only fills the cache.",
     )
-    return _all(*_SOURCE, part)
+    return with_options(*_SOURCE, part)
 
 
 def in_time(used: str = "") -> Callable[[F], F]:
     """Give a command the option of timestamps. used: for what, if not always."""
-    return _all(
+    return with_options(
         click.option(
             "--time-unit",
             type=click.Choice(["ms", "s"]),
@@ -97,7 +98,7 @@ def in_time(used: str = "") -> Callable[[F], F]:
 
 def in_money(used: str) -> Callable[[F], F]:
     """Give a command the options of times to first token and of money. used: for what."""
-    return _all(
+    return with_options(
         click.option(
             "--prefill",
             type=ABOVE_ZERO,
@@ -107,6 +108,11 @@ def in_money(used: str) -> Callable[[F], F]:
             help=f"What the engine computes in a second; {used}.",
         ),
         click.option(
+            "--at-times",
+            is_flag=True,
+            help=f"Let requests come at their times and wait for each other; {used}.",
+        ),
+        click.option(
             "--prices",
             type=click.Path(path_type=Path),
             metavar="FILE.toml",
@@ -114,17 +120,6 @@ def in_money(used: str) -> Callable[[F], F]:
         ),
         _shown("--help-prices", _print_prices, "Show the prices that are assumed."),
     )
-
-
-def _all(*options: Callable[[F], F]) -> Callable[[F], F]:
-    """Return what gives a command options, in their order."""
-
-    def add(command: F) -> F:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return add
 
 
 def prices_of(options: Mapping[str, Any]) -> Prices:

@@ -31,11 +31,12 @@ def advised(
     *,
     prefill: float,
     prices: Prices,
+    at_times: bool = False,
     tell: Callable[[str, int, int], None] | None = None,
 ) -> Stack:
     """Replay a trace through the tiers that are advised.
 
-    prefill: tokens that the engine computes in a second.
+    prefill: tokens that the engine computes in a second. at_times: requests wait for each other.
     """
     longest = max(len(blocks) for blocks, _, _ in trace.served()) * trace.block_tokens
     dram = max(curve.knee // _DRAM_SHARE, max(longest, trace.block_tokens) * bytes_per_token)
@@ -52,5 +53,6 @@ def advised(
         prices=prices,
         warmup=curve.warmup,
         seconds_per_unit=trace.seconds_per_unit,
+        at_times=at_times,
         tell=tell,
     )

@@ -260,6 +260,9 @@ def test_a_plan_takes_a_workload_instead_of_a_trace(capsys):
     assert found["tiers"]["hit_rate"] > 50
     assert found["tiers"]["ttft"]["p50"] < found["tiers"]["ttft_without"]["p50"]
     assert found["tiers"]["dollars"] > 0
+    waiting = reported(capsys, *plan, "--workload", "multi-turn?requests=200&rate=4", "--at-times")
+    assert waiting["tiers"]["at_times"]
+    assert waiting["tiers"]["ttft"]["p50"] > found["tiers"]["ttft"]["p50"]
     assert run([*plan, "--workload", "rag", "--trace", "t.jsonl"]) == 2
     assert "name one" in capsys.readouterr().err
     assert run([*plan, "--workload", "t.jsonl"]) == 2
