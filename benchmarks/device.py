@@ -11,8 +11,9 @@ needs no list of them, and whose next place the processor can foresee.
 submit: how long the call itself takes for a part of 2 MiB, of 64 planes, of 16 blocks; and of 256
 that are smaller, scattered, with holes, or in a row; by the clock, and by this thread's CPU time.
 checked: the same in the race checker. planned: what a GPU's device does before the driver's calls,
-by CPU time, with a driver that does nothing: for sixteen such chunks in one call, microseconds a
-chunk of each way, and a run of bytes of the batched one. grouped: a load of 16 chunks of 2 MiB,
+by CPU time, with a driver that does nothing: for sixteen such chunks in one call, and as many of 32
+MiB, as 256 tokens of Llama-3-8B have, microseconds a chunk of each way, and a run of bytes of the
+batched one. grouped: a load of 16 chunks of 2 MiB,
 by its plan, in 8 groups of layers. layer 0: which part of a load's bytes has landed when the
 reference engine computes its first layer behind it (both: ``device_layers.py``). With --device
 cuda it is the GPU that is measured, by ``device_gpu.py``.
@@ -36,6 +37,8 @@ from plot import draw, option
 from kvtier.device.base import HOLE, Copy, Device
 from kvtier.device.cpu import CpuDevice, CpuFence
 from kvtier.device.cuda import CudaDevice
+from kvtier.device.driver import Work
+from kvtier.device.layout import bytes_at
 from kvtier.device.paths import DEFAULT, PATHS, Choice
 from kvtier.device.race import Checked
 from kvtier.device.spread import describe
@@ -48,7 +51,14 @@ CALL = 32 << 20  # bytes of parts that one call copies, as one prompt has severa
 SIZES = {"2MiB": 2 << 20, "16MiB": 16 << 20}
 ROUNDS = 25
 MEMORY = 256 << 20  # of each kind
-LIMITS = {"gather": 0.8, "scatter": 0.8, "submit": 30.0, "batch_us_per_run": 0.6, "layer 0": 0.15}
+LIMITS = {
+    "gather": 0.8,
+    "scatter": 0.8,
+    "submit": 30.0,
+    "batch_us_per_run": 0.6,
+    "planned": 25.0,
+    "layer 0": 0.15,
+}
 PANELS = {
     "times of copyto": "spread.over_copyto.*.{gather,scatter}",
     "submitting a copy, us": "submit_us.*",
@@ -165,15 +175,20 @@ class Idle(CpuDriver):
     def batch(self, stream: Any, table: Any) -> None:
         """Copy nothing."""
 
-    def launch(self, stream: Any, table: int, planes: int, runs: int, grid: int) -> None:
+    def launch(self, stream: Any, work: Work, grid: int) -> None:
         """Copy nothing."""
 
 
-def planned(kind: str, count: int) -> dict[str, Any]:
-    """Return the microseconds of planning a chunk, way by way, and a run of a batched copy."""
-    copy, many = chunk(kind, count), 16
-    slots = np.ones((many, *copy.slot.shape), np.uint8)
-    copies = [Copy(copy.pages, ids(kind, count, at % 8), slot) for at, slot in enumerate(slots)]
+def planned(kind: str, count: int, size: int) -> dict[str, Any]:
+    """Return the microseconds of planning a chunk, way by way, and a run of a batched copy.
+
+    Nothing is copied: pages and slots are addresses, and no memory.
+    """
+    many, block = 16, size // PLANES // count
+    row = 8 * count * block
+    pages = bytes_at(None, 1 << 40, (PLANES, 8 * count, block), (row, block, 1))
+    slots = bytes_at(None, 1 << 44, (many, PLANES, count, block), (size, count * block, block, 1))
+    copies = [Copy(pages, ids(kind, count, at % 8), slot) for at, slot in enumerate(slots)]
     runs = len(describe(copies))
     found: dict[str, Any] = {"runs": runs}
     with closing(CudaDevice(Idle(), DEFAULT)) as device:
@@ -257,7 +272,8 @@ def main() -> int:
             kind: {name: over_copyto(device, size, block) for name, size in SIZES.items()}
             for kind, block in PLANE_BYTES.items()
         }
-    plans = {name: planned(*kind) for name, kind in KINDS.items()}
+    plans = {name: planned(*kind, SIZES["2MiB"]) for name, kind in KINDS.items()}
+    plans["16 blocks, 32 MiB"] = planned("scattered", BLOCKS, 32 << 20)
     import device_layers
 
     landed, grouped = device_layers.layers(ROUNDS), device_layers.submit(ROUNDS * 5)
@@ -284,7 +300,8 @@ def main() -> int:
     print(f"({part['min']:.3f} to {part['max']:.3f}), in {landed['groups']} groups of layers")
     print(f"limits: gather {LIMITS['gather']}, scatter {LIMITS['scatter']} of copyto, ", end="")
     print(
-        f"submit {LIMITS['submit']:g} us, a run of a batch {LIMITS['batch_us_per_run']:g} us, ",
+        f"submit {LIMITS['submit']:g} us, planned {LIMITS['planned']:g} us staged and direct, "
+        f"a run of a batch {LIMITS['batch_us_per_run']:g} us, ",
         end="",
     )
     print(f"layer 0 {LIMITS['layer 0']:g} of the bytes")

@@ -2,8 +2,9 @@
 // for a C++ compiler, which runs it on a CPU (kvtier/testing/on_cpu.h).
 //
 // Runs lie alike on several planes, and are copied on each of them: an address is where the plane
-// begins, plus where the run lies on a plane. table: of each plane, where it begins at the target,
-// and at the source; then of each run, where it lies at the target, at the source, and its bytes.
+// begins, plus where the run lies on a plane. begins: of each plane at the target, and then at the
+// source. table: of each run where it lies at the target, at the source, and its bytes; three rows,
+// each of which begins `row` numbers after the one before it.
 // Addresses are of the device, or of host memory that is mapped into it.
 // Plane by plane, a block of threads takes every gridDim.x-th run, so the grid is the share of SMs
 // that a copy has.
@@ -65,13 +66,12 @@ static __device__ __forceinline__ kvtier_u64 kvtier_units(kvtier_u64 to, kvtier_
   return count * sizeof(Unit);
 }
 
-extern "C" __global__ void kvtier_copy(const kvtier_u64* table, unsigned int planes,
-                                       unsigned int runs) {
-  const kvtier_u64* rows = table + 2 * planes;
+extern "C" __global__ void kvtier_copy(const kvtier_u64* begins, const kvtier_u64* table,
+                                       unsigned int planes, unsigned int runs, unsigned int row) {
   for (unsigned int work = blockIdx.x; work < planes * runs; work += gridDim.x) {
     const unsigned int plane = work / runs, run = work % runs;
-    const kvtier_u64 to = table[plane] + rows[run], from = table[planes + plane] + rows[runs + run],
-                     nbytes = rows[2 * runs + run];
+    const kvtier_u64 to = begins[plane] + table[run], nbytes = table[2 * row + run],
+                     from = begins[planes + plane] + table[row + run];
     kvtier_u64 done = kvtier_units<kvtier_vector>(to, from, nbytes);
     if (done == 0) done = kvtier_units<unsigned int>(to, from, nbytes);
     kvtier_units<unsigned char>(to + done, from + done, nbytes - done);

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
-from collections.abc import Iterator, Sequence
-from itertools import chain, product
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain, pairwise, product
 from typing import Any, Final
 
 import numpy as np
@@ -19,12 +19,12 @@ from numpy.typing import NDArray
 
 from kvtier.clock import monotonic
 from kvtier.device.base import Copy, Fence, Role, Stream
-from kvtier.device.descriptors import Numbers, Runs, allocated, cut, joined
-from kvtier.device.driver import Buffer, Driver, Event
+from kvtier.device.descriptors import Numbers, Runs, allocated, joined
+from kvtier.device.driver import Buffer, Driver, Event, Work
 from kvtier.device.layout import byte_pages
 from kvtier.device.paths import LINK_BYTES, Choice, Table
 from kvtier.device.spread import Spread, spreads
-from kvtier.device.staging import lots
+from kvtier.device.staging import Stage, Staged
 from kvtier.errors import ConfigError, MisuseError
 
 __all__ = ["CudaDevice", "CudaFence", "CudaStream"]
@@ -39,6 +39,7 @@ _TABLE_RUNS: Final = 5461
 """Of one operation; a copy of more is several. A larger table would have to be allocated when it
 comes, or be there, pinned, 64 times for each stream."""
 _TABLE_PLANES: Final = 1024
+_LEAST_IN_FLIGHT: Final = 2
 _ROWS: Final = 3  # of what a batched copy takes
 _TABLE_BYTES: Final = _TABLE_RUNS * 24 + _TABLE_PLANES * 16
 _SCRATCH_BYTES: Final = 1 << 20
@@ -110,13 +111,16 @@ class CudaStream:
         What is lent is the operation's alone until its event: nothing that it reads later on is
         changed, or given back, before.
         """
-        turn = self._turns[self._count % len(self._turns)]
+        while (turn := self._turns[self._count % len(self._turns)]).lent:
+            self._count += 1
         self._count += 1
         while turn.event is not None and not _ended(turn.event):
             _PAUSE.wait(_LOOK_SECONDS)
+        turn.lent = True
         try:
             yield turn
         finally:
+            turn.lent = False
             turn.event = self._driver.record(self.handle)
 
 
@@ -125,6 +129,7 @@ class _Turn:
 
     def __init__(self, host: NDArray[np.uint8], there: Buffer, at: int) -> None:
         self.event: Event | None = None
+        self.lent = False
         self._host = host.view(np.uint64)
         self._there = there
         self._at = at
@@ -143,9 +148,10 @@ class _Turn:
 class CudaDevice:
     """Copies on two streams of one GPU, which `driver` drives. See Device.
 
-    table: chooses the way that a copy goes. way: all go this one, where it is set. in_flight:
-    operations of a stream at a time; beyond it a call waits for the oldest. Calls come from one
-    thread a stream. Slots have to lie in pinned memory: others are refused, never copied slowly.
+    table: chooses the way that a copy goes. way: all go this one, where it is set. in_flight: how
+    many operations of a stream at a time, two or more; beyond it a call waits for the oldest. Calls
+    come from one thread a stream. Slots have to lie in pinned memory: others are refused, never
+    copied slowly.
     """
 
     def __init__(
@@ -161,6 +167,8 @@ class CudaDevice:
             raise ConfigError(
                 "this driver has no batched copies: they need CUDA 12.8, a driver of 570 or later"
             )
+        if in_flight < _LEAST_IN_FLIGHT:
+            raise ConfigError(f"{in_flight} operations in flight: a staged copy needs at least 2")
         self.name = f"cuda: {driver.name}"
         self.driver = driver
         self._table = table
@@ -284,7 +292,7 @@ class CudaDevice:
             if choice.way == "batch":
                 self._batch(stream, joined(spread.expanded(stream.room)), into_slot=into_slot)
             elif choice.way == "direct":
-                self._launch(stream, spread, choice.grid, into_slot=into_slot)
+                self._launch(stream, spread.cut(), choice.grid, into_slot=into_slot)
             else:
                 self._stages(stream, spread, choice.grid, into_slot=into_slot)
 
@@ -295,38 +303,71 @@ class CudaDevice:
                 self.driver.batch(stream.handle, table.reshape(_ROWS, -1))
 
     def _launch(self, stream: CudaStream, spread: Spread, grid: int, *, into_slot: bool) -> None:
-        runs = cut(spread.runs)
-        for planes, some in product(
-            _parts(len(spread.planes[0]), _TABLE_PLANES), _parts(len(runs), _TABLE_RUNS)
+        for planes, runs in product(
+            _parts(len(spread.planes[0]), _TABLE_PLANES), _parts(len(spread.runs), _TABLE_RUNS)
         ):
-            part = Spread(spread.planes[:, planes], runs.some(some))
-            counts = (len(part.planes[0]), len(part.runs))
-            with stream.turn() as turn:
-                table = turn.table(part.rows(into_slot=into_slot))
-                there = turn.upload(self.driver, stream.handle, table)
-                self.driver.launch(stream.handle, there, *counts, min(grid, math.prod(counts)))
+            part = Spread(spread.planes[:, planes], spread.runs.some(runs))
+            with self._uploaded(stream, part, into_slot=into_slot) as launch:
+                launch(0, len(part.runs), grid)
+
+    @contextlib.contextmanager
+    def _uploaded(
+        self, stream: CudaStream, spread: Spread, *, into_slot: bool
+    ) -> Iterator[Callable[[int, int, int], None]]:
+        """Enqueue tables; give what launches the kernel on some of the runs, on a grid.
+
+        A turn has room for so many runs and planes; batched copies in between take others.
+        """
+        planes, row = len(spread.planes[0]), len(spread.runs)
+        with stream.turn() as turn:
+            table = turn.table(spread.rows(into_slot=into_slot))
+            there = turn.upload(self.driver, stream.handle, table)
+            begin = there + 2 * planes * table.itemsize
+
+            def launch(first: int, stop: int, grid: int) -> None:
+                runs = stop - first
+                work = Work(there, begin + first * table.itemsize, planes, runs, row)
+                self.driver.launch(stream.handle, work, min(grid, planes * runs))
+
+            yield launch
 
     def _stages(self, stream: CudaStream, spread: Spread, grid: int, *, into_slot: bool) -> None:
         """Copy through the GPU's own memory: the kernel there, the copy engine over the link.
 
         All is on one stream, so that one staging buffer is enough: in it nothing meets.
         """
-        for lot in lots(spread, self._staging[stream].address, self._staging_bytes):
-            if lot.link_runs > _FEW_COPIES and lot.spread.total < lot.link_runs * LINK_BYTES:
-                self._launch(stream, lot.spread, grid, into_slot=into_slot)
-                continue
-            if into_slot:
-                self._launch(stream, lot.inner, self.driver.processors, into_slot=True)
-            link = lot.link()
-            if len(link) > _FEW_COPIES and self.driver.batches:  # parts of slots, say
-                self._batch(stream, link, into_slot=into_slot)
-            else:
-                for run in zip(
-                    *map(np.ndarray.tolist, link.ends(into_slot=into_slot)), strict=True
-                ):
-                    self.driver.copy(stream.handle, *run)
-            if not into_slot:
-                self._launch(stream, lot.inner, self.driver.processors, into_slot=False)
+        staged = Staged(spread)
+        if staged.runs > _FEW_COPIES and spread.total < staged.runs * LINK_BYTES:
+            self._launch(stream, spread.cut(), grid, into_slot=into_slot)
+            return
+        place = (self._staging[stream].address, self._staging_bytes)
+        for stage in staged.stages(*place, _TABLE_PLANES, _TABLE_RUNS):
+            for lots in _few(stage.lots, _TABLE_RUNS):
+                self._lots(stream, stage, lots, into_slot=into_slot)
+
+    def _lots(
+        self, stream: CudaStream, stage: Stage, lots: Sequence[tuple[int, int]], *, into_slot: bool
+    ) -> None:
+        first, _ = lots[0]
+        inner = Spread(stage.inner.planes, stage.inner.runs.some(slice(first, lots[-1][0])))
+        with self._uploaded(stream, inner, into_slot=into_slot) as launch:
+            for (run, link), (run_stop, link_stop) in pairwise(lots):
+                work = partial(launch, run - first, run_stop - first, self.driver.processors)
+                if into_slot:
+                    work()
+                self._over_link(
+                    stream, stage.link.some(slice(link, link_stop)), into_slot=into_slot
+                )
+                if not into_slot:
+                    work()
+
+    def _over_link(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
+        if len(runs) > _FEW_COPIES and self.driver.batches:  # parts of slots, say
+            self._batch(stream, runs, into_slot=into_slot)
+            return
+        rows = (row.tolist() for row in runs.ends(into_slot=into_slot))
+        for run in zip(*rows, strict=True):
+            self.driver.copy(stream.handle, *run)
 
 
 def _ended(event: Event) -> bool:
@@ -340,3 +381,14 @@ def _ended(event: Event) -> bool:
 def _parts(count: int, most: int) -> list[slice]:
     """Return so many in parts of at most so many."""
     return [slice(at, at + most) for at in range(0, count, most)]
+
+
+def _few(lots: Sequence[tuple[int, int]], most: int) -> Iterator[Sequence[tuple[int, int]]]:
+    """Yield consecutive lots that have at most so many runs in all; see ``Stage``."""
+    at = 0
+    while at < len(lots) - 1:
+        stop = at + 1
+        while stop + 1 < len(lots) and lots[stop + 1][0] - lots[at][0] <= most:
+            stop += 1
+        yield lots[at : stop + 1]
+        at = stop

@@ -14,7 +14,18 @@ from numpy.typing import NDArray
 
 from kvtier.errors import MisuseError
 
-__all__ = ["CUT_BYTES", "Ends", "Numbers", "Room", "Runs", "allocated", "cut", "joined"]
+__all__ = [
+    "CUT_BYTES",
+    "Ends",
+    "Numbers",
+    "Room",
+    "Runs",
+    "allocated",
+    "begun",
+    "cut",
+    "joined",
+    "starts",
+]
 
 CUT_BYTES: Final = 64 << 10
 """The most that one block of threads copies in a row: few long runs still employ all of them."""
@@ -73,16 +84,25 @@ class Runs:
 
 def joined(runs: Runs) -> Runs:
     """Return the runs with neighbours joined that follow each other at both ends."""
+    return begun(runs, starts(runs))
+
+
+def begun(runs: Runs, at: NDArray[np.int64]) -> Runs:
+    """Return the runs that begin where it is said, and go on with those behind them."""
+    if len(at) == len(runs):
+        return runs
+    return Runs(runs.pages[at], runs.slots[at], np.add.reduceat(runs.nbytes, at))
+
+
+def starts(runs: Runs) -> NDArray[np.int64]:
+    """Return which runs do not go on, at both ends, where the one before ends."""
     pages, slots, nbytes = runs.pages, runs.slots, runs.nbytes
     # Of pages few go on, if any: of the slots no more is looked at.
     last = np.flatnonzero(pages[:-1] + nbytes[:-1] == pages[1:])
     last = last[slots[last] + nbytes[last] == slots[last + 1]]
-    if not len(last):
-        return runs
     begins = np.ones(len(runs), np.bool_)
     begins[last + 1] = False
-    at = np.flatnonzero(begins)
-    return Runs(pages[at], slots[at], np.add.reduceat(nbytes, at))
+    return np.flatnonzero(begins)
 
 
 def cut(runs: Runs, most: int = CUT_BYTES) -> Runs:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.device.descriptors import Numbers
 
-__all__ = ["Buffer", "Driver", "Event"]
+__all__ = ["Buffer", "Driver", "Event", "Work"]
+
+
+class Work(NamedTuple):
+    """What the copy kernel is given: see ``copy.cuh``. Addresses are of the GPU's memory."""
+
+    begins: int
+    table: int
+    planes: int
+    runs: int
+    row: int
 
 
 class Event(Protocol):
@@ -86,8 +96,8 @@ class Driver(Protocol):
         """Enqueue copies, whose sources are read in stream order. table: see ``Runs.table``."""
         ...
 
-    def launch(self, stream: Any, table: int, planes: int, runs: int, grid: int) -> None:
-        """Enqueue the copy kernel, on a table of ``copy.cuh`` that the GPU's memory has by then."""
+    def launch(self, stream: Any, work: Work, grid: int) -> None:
+        """Enqueue the copy kernel, on tables that are in the GPU's memory by then."""
         ...
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.device.base import HOLE, Copy
-from kvtier.device.descriptors import Numbers, Room, Runs, allocated, joined
+from kvtier.device.descriptors import CUT_BYTES, Numbers, Room, Runs, allocated, cut, joined
 from kvtier.errors import MisuseError
 
 __all__ = ["Spread", "describe", "spreads"]
@@ -77,6 +77,14 @@ class Spread:
         lone = np.diff(self.first) == 1
         return planes * len(self.runs) - (planes - 1) * int((together & lone).sum())
 
+    def cut(self, most: int = CUT_BYTES) -> Spread:
+        """Return it with runs of at most so many bytes. See ``descriptors.cut``."""
+        runs = cut(self.runs, most)
+        if runs is self.runs:
+            return self
+        pieces = np.append(0, np.cumsum(-(-self.runs.nbytes.view(np.int64) // most)))
+        return Spread(self.planes, runs, pieces[self.first])
+
     def rows(self, *, into_slot: bool) -> tuple[Numbers, ...]:
         """Return the rows of the kernel's table: see ``copy.cuh``."""
         return (*self.planes[:: -1 if into_slot else 1], *self.runs.ends(into_slot=into_slot))
@@ -84,11 +92,9 @@ class Spread:
     @cached_property
     def extents(self) -> tuple[Signed, Signed]:
         """Return of each copy where it begins and ends in its slot, on the first plane."""
-        first, last = self.first[:-1], self.first[1:] - 1
-        begins = self.runs.slots.view(np.int64)
-        ends = begins + self.runs.nbytes.view(np.int64)
-        # Slots lie in the order of tokens, or in the opposite one.
-        return np.minimum(begins[first], begins[last]), np.maximum(ends[first], ends[last])
+        begins, last = self.runs.slots.view(np.int64), self.first[1:] - 1
+        ends = begins[last] + self.runs.nbytes.view(np.int64)[last]
+        return begins[self.first[:-1]], ends
 
     def reach(self) -> tuple[int, int]:
         """Return between which addresses everything lies that is in slots."""
@@ -151,9 +157,10 @@ def _shape(copy: Copy) -> _Shape:
     """Return what makes copies alike. Raises MisuseError where a slot does not match its blocks."""
     pages, blocks, slot = copy
     planes, _, size = pages.shape
-    if slot.shape != (planes, len(blocks), size):
+    if slot.shape != (planes, len(blocks), size) or min(slot.strides) < 0:
         raise MisuseError(
-            f"{len(blocks)} blocks of {pages.shape} do not match their slot {slot.shape}"
+            f"{len(blocks)} blocks of {pages.shape} do not match their slot {slot.shape}, "
+            f"strides {slot.strides}"
         )
     return pages.shape, pages.strides, slot.strides
 

@@ -1,114 +1,121 @@
-"""What of a copy goes through the GPU's own memory at once, and where it lies there meanwhile.
+"""Copies through the GPU's own memory: what of them goes at once, and where it lies meanwhile.
 
-Each part of a slot lies as it does in the slot. So the kernel has the same planes at both ends, and
-where a slot is copied whole, what goes over the link is one run.
+Each part of a slot lies there as it does in the slot. So the kernel has the same planes at both
+ends, and where a slot is copied whole, what goes over the link is one run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvtier.device.descriptors import Runs, cut, joined
-from kvtier.device.spread import Signed, Spread
+from kvtier.device.descriptors import CUT_BYTES, Numbers, Runs, begun, starts
+from kvtier.device.spread import Spread
 
-__all__ = ["Lot", "lots"]
+__all__ = ["Stage", "Staged"]
 
 _ALIGNED: Final = 16  # bytes, that copies begin at: no access of the kernel is smaller for it
 
 
-class Lot(NamedTuple):
-    """Runs that go through staging memory at once.
+class Stage(NamedTuple):
+    """Copies through one place, lot after lot.
 
-    spread: between blocks and slots. inner: between blocks and staging, which is what its slots
-    are. pieces: what of slots lies together on the first plane, between staging, which is what
-    their pages are, and slots. whole: of each, whether plane after plane lies together with it.
+    inner: runs between blocks and that place, which is what their slots are. link: runs between
+    that place, which is what their pages are, and slots. lots: of each its first run in both, and
+    at last how many there are, [2, lots + 1].
     """
 
-    spread: Spread
     inner: Spread
-    pieces: Runs
-    whole: NDArray[np.bool_]
-
-    @property
-    def link_runs(self) -> int:
-        """How many runs go over the link, before those are joined that follow each other."""
-        planes = len(self.spread.planes[0])
-        return planes * len(self.whole) - (planes - 1) * int(self.whole.sum())
-
-    def link(self) -> Runs:
-        """Return what goes over the link, as pieces have it, on all planes; neighbours joined."""
-        planes, pieces = self.spread.planes[1], self.pieces
-        counts = np.where(self.whole, 1, len(planes))
-        which = np.repeat(np.arange(len(counts)), counts)
-        begins = planes[np.arange(len(which)) - (np.cumsum(counts) - counts)[which]]
-        nbytes = np.where(self.whole, pieces.nbytes * np.uint64(len(planes)), pieces.nbytes)
-        ends = (pieces.pages[which] + begins, pieces.slots[which] + begins)
-        return joined(Runs(*ends, nbytes[which]))
+    link: Runs
+    lots: list[tuple[int, int]]
 
 
-def lots(spread: Spread, staging: int, most: int) -> Iterator[Lot]:
-    """Yield the runs in lots that fit into `most` bytes, a multiple of 16, at an address.
+class Staged:
+    """What of a copy's slots lies together, to be copied over the link.
 
-    As many copies as fit are in one; one that does not is cut by its planes, or else by its runs.
+    runs: how many it is, before those are joined that follow each other.
     """
-    low, sizes = _extents(spread)
-    ends = np.cumsum(sizes)
-    at, before = 0, 0
-    while at < len(sizes):
-        stop = max(int(np.searchsorted(ends, before + most, "right")), at + 1)
-        some, end = _copies(spread, at, stop), int(ends[stop - 1])
-        if end - before > most:
-            for part in _parts(some, most):
-                yield from lots(part, staging, most)
-        else:
-            starts = ends[at:stop] - sizes[at:stop] - before + staging
-            yield _lot(some, starts - low[at:stop])
-        at, before = stop, end
+
+    def __init__(self, spread: Spread) -> None:
+        runs, first, planes = spread.runs, spread.first, spread.planes[1]
+        ends = runs.slots + runs.nbytes
+        apart = ends[:-1] != runs.slots[1:]
+        apart[first[1:-1] - 1] = True
+        last = np.append(np.flatnonzero(apart), len(runs) - 1)
+        at = np.append(0, last[:-1] + 1)
+        self._spread = spread
+        self._planes = len(planes)
+        self._extents = [one.tolist() for one in spread.extents]
+        self._slots = runs.slots[at]
+        self._nbytes = ends[last] - self._slots
+        self._first = np.searchsorted(at, first)
+        # So long, it is all of a copy: its planes lie together, and go over the link at once.
+        self._whole = self._nbytes == (planes[1] if len(planes) > 1 else 0)
+        self.runs = len(planes) * len(at) - (len(planes) - 1) * int(self._whole.sum())
+
+    def stages(self, staging: int, most: int, planes: int, runs: int) -> Iterator[Stage]:
+        """Yield what goes through `most` bytes at an address, of at most so many planes.
+
+        Lots are of as many copies as fit, of at most so many runs; copies that do not fit are cut
+        by their planes, or else by their runs.
+        """
+        most -= most % _ALIGNED
+        spread = self._spread.cut(min(CUT_BYTES, most))
+        widest = max(end - begin for begin, end in zip(*self._extents, strict=True))
+        longest = int(np.diff(spread.first).max())
+        if widest > most or longest > runs:
+            for half in _halves(spread):
+                yield from Staged(half).stages(staging, most, planes, runs)
+            return
+        step = int(spread.planes[1, 1]) if self._planes > 1 else 1
+        at_once = min((most - widest) // step + 1, planes)
+        for at in range(0, self._planes, at_once):
+            some = spread.planes[:, at : at + at_once]
+            yield self._stage(Spread(some, spread.runs, spread.first), staging, most, runs)
+
+    def _stage(self, spread: Spread, staging: int, most: int, runs: int) -> Stage:
+        """Return how copies on some of the planes go, each of which fits."""
+        planes, first = spread.planes[1], spread.first.tolist()
+        low, above = int(planes[0]), int(planes[-1] - planes[0])
+        lots, used, shifts = [0], 0, []
+        # By Python: of a few dozen numbers, numpy would take three times as long.
+        for copy, (begin, end) in enumerate(zip(*self._extents, strict=True)):
+            nbytes = end - begin + above
+            if used + nbytes > most or first[copy + 1] - first[lots[-1]] > runs:
+                lots.append(copy)
+                used = 0
+            shifts.append(staging + used - begin - low)
+            used += nbytes + -nbytes % _ALIGNED
+        lots.append(len(shifts))
+        shift = np.array(shifts, np.int64).view(np.uint64)
+        staged = spread.runs.slots + np.repeat(shift, np.diff(spread.first))
+        inner = Spread(
+            spread.planes, Runs(spread.runs.pages, staged, spread.runs.nbytes), spread.first
+        )
+        link, before = self._link(planes, shift)
+        at = starts(link)
+        of_link = np.searchsorted(at, [before[self._first[copy]] for copy in lots])
+        of_runs = [first[copy] for copy in lots]
+        return Stage(inner, begun(link, at), list(zip(of_runs, of_link.tolist(), strict=True)))
+
+    def _link(self, planes: Numbers, shift: Numbers) -> tuple[Runs, Sequence[int]]:
+        """Return what goes over the link, and how many runs of it come before each piece."""
+        counts = np.where(self._whole, 1, len(planes))
+        stops = np.cumsum(counts)
+        which = np.repeat(np.arange(len(counts)), counts)
+        begins = planes[np.arange(len(which)) - (stops - counts)[which]]
+        nbytes = np.where(self._whole, self._nbytes * np.uint64(len(planes)), self._nbytes)
+        slots, shift = self._slots[which] + begins, np.repeat(shift, np.diff(self._first))
+        return Runs(slots + shift[which], slots, nbytes[which]), [0, *stops.tolist()]
 
 
-def _extents(spread: Spread) -> tuple[Signed, Signed]:
-    """Return of each copy where it begins in its slot, on its lowest plane, and its bytes there."""
-    (begins, ends), planes = spread.extents, spread.planes[1].view(np.int64)
-    low, high = planes.min(), planes.max()
-    return begins + low, -(-(ends - begins + high - low) // _ALIGNED) * _ALIGNED
-
-
-def _copies(spread: Spread, at: int, stop: int) -> Spread:
-    """Return some of the copies."""
-    first = spread.first[at : stop + 1]
-    runs = spread.runs.some(slice(first[0], first[-1]))
-    return Spread(spread.planes, runs, first - first[0])
-
-
-def _parts(spread: Spread, most: int) -> Iterator[Spread]:
-    """Yield halves of one copy: of its planes, or of its runs, or of what its runs are cut into."""
-    planes, runs = spread.planes, spread.runs
-    middle = len(planes[0]) // 2
-    if middle:
-        yield Spread(planes[:, :middle], runs, spread.first)
-        yield Spread(planes[:, middle:], runs, spread.first)
-        return
-    pieces = cut(runs, most)
-    middle = len(pieces) // 2
-    for some in (pieces.some(slice(middle)), pieces.some(slice(middle, None))):
-        yield Spread(planes, some)
-
-
-def _lot(spread: Spread, shift: Signed) -> Lot:
-    """Return the runs with each copy so far from its slot."""
-    planes, runs, first = spread.planes[1], spread.runs, spread.first
-    staged = runs.slots + np.repeat(shift.view(np.uint64), np.diff(first))
-    inner = Spread(spread.planes, Runs(runs.pages, staged, runs.nbytes), first)
-    ends = runs.slots + runs.nbytes
-    apart = ends[:-1] != runs.slots[1:]
-    apart[first[1:-1] - 1] = True
-    last = np.append(np.flatnonzero(apart), len(runs) - 1)
-    at = np.append(0, last[:-1] + 1)
-    pieces = Runs(staged[at], runs.slots[at], ends[last] - runs.slots[at])
-    # So long, it is all of a copy, which lies in staging as it does in the slot.
-    whole = pieces.nbytes == (planes[1] - planes[0] if len(planes) > 1 else 0)
-    return Lot(spread, inner, pieces, whole)
+def _halves(spread: Spread) -> Iterator[Spread]:
+    """Yield half of the copies and the others, or else of one copy's runs."""
+    first, several = spread.first, len(spread.first) > 2  # noqa: PLR2004
+    middle = len(first) // 2
+    at = int(first[middle]) if several else len(spread.runs) // 2
+    bounds = (first[: middle + 1], first[middle:] - at) if several else (None, None)
+    for some, mine in zip((slice(at), slice(at, None)), bounds, strict=True):
+        yield Spread(spread.planes, spread.runs.some(some), mine)

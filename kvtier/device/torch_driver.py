@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.descriptors import Numbers
-from kvtier.device.driver import Event
+from kvtier.device.driver import Event, Work
 from kvtier.device.nvrtc import Nvrtc, cubin, default_folder
 from kvtier.device.paths import Choice, kept_table
 from kvtier.errors import ConfigError
@@ -176,14 +176,15 @@ class TorchDriver:
         if status:
             raise RuntimeError(f"cuMemcpyBatchAsync of {table.shape[1]} runs: CUDA error {status}")
 
-    def launch(self, stream: Any, table: int, planes: int, runs: int, grid: int) -> None:
+    def launch(self, stream: Any, work: Work, grid: int) -> None:
         """See Driver."""
         where = stream.cuda_stream
         if where not in self._streams:
             self._streams[where] = self._external(where)
         with self._here(), self._streams[where]:
-            counts = (np.uint32(planes), np.uint32(runs))
-            self._kernel((grid,), (_THREADS,), (np.uint64(table), *counts))
+            tables = map(np.uint64, (work.begins, work.table))
+            counts = map(np.uint32, (work.planes, work.runs, work.row))
+            self._kernel((grid,), (_THREADS,), (*tables, *counts))
 
     def close(self) -> None:
         """See Driver. What torch owns goes with its last reference."""

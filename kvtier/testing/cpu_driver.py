@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from kvtier.device.chaos import POISON
 from kvtier.device.cpu import CpuFence, CpuStream
 from kvtier.device.descriptors import Numbers
-from kvtier.device.driver import Event
+from kvtier.device.driver import Event, Work
 from kvtier.errors import ConfigError
 
 __all__ = ["CpuDriver"]
@@ -125,10 +125,10 @@ class CpuDriver:
         self.calls.append("batch")
         stream.enqueue(partial(_copy_runs, table.ctypes.data, table.shape[1]))
 
-    def launch(self, stream: Any, table: int, planes: int, runs: int, grid: int) -> None:
+    def launch(self, stream: Any, work: Work, grid: int) -> None:
         """See Driver."""
         self.calls.append(f"launch {grid}")
-        stream.enqueue(partial(_copy_planes, table, planes, runs))
+        stream.enqueue(partial(_copy_planes, work))
 
     def close(self) -> None:
         """See Driver."""
@@ -141,11 +141,12 @@ def _copy_runs(table: int, runs: int) -> None:
         _copy(to, of, nbytes)
 
 
-def _copy_planes(table: int, planes: int, runs: int) -> None:
-    begins = _rows(table, 2, planes)
-    rows = _rows(table + begins.nbytes, _ROWS, runs)
+def _copy_planes(work: Work) -> None:
+    begins = _rows(work.begins, 2, work.planes)
+    rows = [_rows(work.table + 8 * work.row * row, 1, work.runs)[0] for row in range(_ROWS)]
     for plane in begins.T:
-        for (to, of), nbytes in zip((rows[:2].T + plane).tolist(), rows[2].tolist(), strict=True):
+        ends = ((row + begin).tolist() for row, begin in zip(rows, plane, strict=False))
+        for to, of, nbytes in zip(*ends, rows[2].tolist(), strict=True):
             _copy(to, of, nbytes)
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from kvtier.device.driver import Work
 from kvtier.device.spread import Spread
 from kvtier.testing.forks import Tell, forked
 from kvtier.testing.layouts import Case, cases, is_right
@@ -36,21 +36,22 @@ namespace kvtier_{number} {{
 }}
 #undef kvtier_copy
 extern "C" void kvtier_run_{number}(unsigned int grid, unsigned int block,
-    unsigned long long seed, unsigned long long* wrote, const unsigned long long* table,
-    unsigned int planes, unsigned int runs) {{
+    unsigned long long seed, unsigned long long* wrote, const unsigned long long* begins,
+    const unsigned long long* table, unsigned int planes, unsigned int runs, unsigned int row) {{
   kvtier_run(grid, block, seed, wrote,
-             [&] {{ kvtier_{number}::kvtier_copy_{number}(table, planes, runs); }});
+             [&] {{ kvtier_{number}::kvtier_copy_{number}(begins, table, planes, runs, row); }});
 }}
 """
 _SPARE: Final = {"plain": 4096, "sanitized": 0}  # what sanitizers see behind memory's end
 _BUILD_SECONDS: Final = 300.0
 _TRY_SECONDS: Final = 20  # of CPU time
+_SPARE_RUNS: Final = 3  # of which a row has fewer
 _GRIDS: Final = (1, 2, 7)
 _THREADS: Final = (1, 3, 32)
 
-Kernel = Callable[[int, int, int, NDArray[np.uint64], int, int], tuple[int, int]]
-"""Runs on a grid, of blocks of so many threads, in the order of a seed, a table of so many planes
-and runs. Returns how many bytes it wrote, and in how many writes."""
+Kernel = Callable[[int, int, int, Work], tuple[int, int]]
+"""Runs on a grid, of blocks of so many threads, in the order of a seed. Returns how many bytes it
+wrote, and in how many writes."""
 
 
 def compiler() -> str | None:
@@ -99,7 +100,7 @@ def _kernel(library: Path, number: int = 0) -> Kernel:
     function.restype = None
     function.argtypes = (
         *(ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_void_p),
-        *(ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint),
+        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint),
     )
     return partial(_run, function)
 
@@ -121,8 +122,13 @@ def _move(
     spread: Spread,
     into_slot: bool,  # noqa: FBT001  (a Mover)
 ) -> None:
-    rows, counts = spread.rows(into_slot=into_slot), (len(spread.planes[0]), len(spread.runs))
-    wrote = kernel(grid, block, seed, np.concatenate(rows), *counts)
+    *begins, to, of, nbytes = spread.rows(into_slot=into_slot)
+    counts = (len(spread.planes[0]), len(spread.runs))
+    planes, spare = np.concatenate(begins), np.zeros(seed % _SPARE_RUNS, np.uint64)
+    # A row may be longer than what is looked at, but where memory ends.
+    table = np.concatenate([*(row for one in (to, of) for row in (one, spare)), nbytes])
+    work = Work(planes.ctypes.data, table.ctypes.data, *counts, counts[1] + len(spare))
+    wrote = kernel(grid, block, seed, work)
     runs = spread.expanded()
     each = zip(runs.pages.tolist(), runs.slots.tolist(), runs.nbytes.tolist(), strict=True)
     needed = (spread.total, sum(_writes(*row) for row in each))
@@ -139,16 +145,10 @@ def _writes(page: int, slot: int, nbytes: int) -> int:
 
 
 def _run(
-    function: Callable[..., None],
-    grid: int,
-    block: int,
-    seed: int,
-    table: NDArray[np.uint64],
-    planes: int,
-    runs: int,
+    function: Callable[..., None], grid: int, block: int, seed: int, work: Work
 ) -> tuple[int, int]:
     wrote = np.zeros(2, np.uint64)
-    function(grid, block, seed, wrote.ctypes.data, table.ctypes.data, planes, runs)
+    function(grid, block, seed, wrote.ctypes.data, *work)
     return int(wrote[0]), int(wrote[1])
 
 

@@ -242,6 +242,41 @@ def test_fences_of_the_host_have_to_be_done():
             gather(device, [], failed)
 
 
+def staged_crowd(seed: int) -> bool:
+    """Stage more lots than may be in flight, whose parts of slots are batched in between."""
+    chaos = ChaosDevice(seed, "lazy")
+    kv = np.random.default_rng(seed).integers(0, 200, (9, 8, LONG), np.uint8)
+    slots = np.zeros((4, 9, 2, LONG), np.uint8)
+    device = made(
+        Choice("staged"),
+        CpuDriver(chaos._stream, chaos.compute),
+        in_flight=2,
+        staging_bytes=9 * 2 * LONG,
+    )
+    with closing(chaos), closing(device):
+        device.pin(slots)
+        gather(device, [Copy(kv, (2 * at,), slot[:, 1:]) for at, slot in enumerate(slots)])
+        device.close()
+    return all(np.array_equal(slot[:, 1:], kv[:, [2 * at]]) for at, slot in enumerate(slots))
+
+
+def test_no_table_is_lent_twice():
+    assert all(staged_crowd(seed) for seed in range(3))
+
+
+def test_lent_twice_it_spoils_copies(monkeypatch):
+    """The twin: what batches a lot's link takes the table that the kernel's next lot is in."""
+    monkeypatch.setattr(
+        module._Turn, "lent", property(lambda _: False, lambda *_: None), raising=False
+    )
+    assert not all(staged_crowd(seed) for seed in range(3))
+
+
+def test_one_operation_in_flight_is_too_few():
+    with pytest.raises(ConfigError, match="at least 2"):
+        made(in_flight=1)
+
+
 # ------------------------------------------------------------------------------- what it refuses
 
 

@@ -48,8 +48,8 @@ def test_some_changes_of_the_planner_are_seen():
     """Those of addresses could write anywhere: `make device` tries them, each in a fork."""
     found = {guard.name.partition("-")[0]: guard for guard in planner_mutants()}
     for name in (
-        *("descriptors.joined:dropped", "layout._dense:never", "layout._apart:never"),
-        *("spread._on_a_plane:dropped", "staging._lot:dropped"),
+        *("descriptors.starts:dropped", "layout._dense:never", "layout._apart:never"),
+        *("spread._on_a_plane:dropped", "staging.Staged._stage:never"),
     ):
         with found[name].removed():
             assert not planner_holds()
