@@ -31,11 +31,13 @@ class Curve(msgspec.Struct, frozen=True):
     """Points by size, each twice the one before. knee: bytes beyond which doubling is not worth it.
 
     hbm: the hit rate of what fits into GPU memory alone. request_tokens: of a prompt and its
-    answer, in the mean; at_a_time: how many of these fit into GPU memory.
+    answer, in the mean; at_a_time: how many of these fit into GPU memory. notes: of the trace.
     """
 
     trace: str
     requests: int
+    skipped_lines: int
+    notes: list[str]
     warmup: float
     hbm: Point
     points: list[Point]
@@ -70,6 +72,8 @@ def curve(
     return Curve(
         trace=trace.name,
         requests=len(trace),
+        skipped_lines=trace.skipped,
+        notes=trace.notes,
         warmup=warmup,
         hbm=_point(trace, min(hbm, trace.unique), bytes_per_token, warmup),
         points=points,

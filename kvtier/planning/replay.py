@@ -57,7 +57,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class Replay(msgspec.Struct, frozen=True):
-    """A trace's replay. notes: what is missing of it. denominator: what the rates are of.
+    """A trace's replay. notes: of the trace. denominator: what the rates are of.
 
     blocks: of all prompts; answer_blocks: that come in with answers, where they are known;
     unique_blocks: different ones of both.

@@ -60,11 +60,13 @@ class Stack(msgspec.Struct, frozen=True):
     """A trace's replay through a stack of tiers.
 
     skipped_tokens: there, and not loaded since computing was faster. at_times: requests wait for
-    each other, or each is as if alone. gpu_hours_saved: a month.
+    each other, or each is as if alone. gpu_hours_saved: a month. notes: of the trace.
     """
 
     trace: str
     requests: int
+    skipped_lines: int
+    notes: list[str]
     warmup: float
     policy: str
     bytes_per_token: int
@@ -128,6 +130,8 @@ def simulate_stack(  # noqa: PLR0913  (a deployment has that many sides)
     return Stack(
         trace=trace.name,
         requests=hits.requests,
+        skipped_lines=trace.skipped,
+        notes=trace.notes,
         warmup=warmup,
         policy=policy[0],
         bytes_per_token=bytes_per_token,

@@ -40,7 +40,7 @@ class Trace:
     """Requests in order. Blocks are numbered from 0 as they first appear.
 
     parent: of each block, the one before it, or -1. recording: whose salt the hashes have, if
-    that is said. skipped: bad lines that were left out. notes: what else is missing, in words.
+    that is said. skipped: bad lines that were left out. notes: what else is to be known, in words.
     seconds_per_unit: of the times.
     """
 

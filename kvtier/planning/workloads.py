@@ -166,6 +166,13 @@ class Workload:
     kind: str
     values: Mapping[str, float]
 
+    @property
+    def whole(self) -> str:
+        """The description with all that it leaves to defaults."""
+        known = KINDS[self.kind].parameters
+        pairs = (f"{name}={known[name].shown(value)}" for name, value in self.values.items())
+        return f"{PREFIX}{self.kind}?{'&'.join(pairs)}"
+
     def block_tokens(self, given: int | None) -> int:
         """Return the tokens of a block: as given, or a chunk of the cache."""
         return given or _USUAL_BLOCK
@@ -181,6 +188,7 @@ class Workload:
         size = self.block_tokens(block_tokens)
         self._check(size)
         trace = Trace(self.name, size)
+        trace.notes.append(f"drawn: {self.whole}")
         count = int(self.values["requests"])
         for number, (when, chat) in enumerate(itertools.islice(_arrivals(self, size), count)):
             tokens, output, asked = chat.ask()

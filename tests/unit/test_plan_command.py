@@ -287,3 +287,15 @@ def test_a_replay_takes_the_bytes_of_a_token_from_a_model(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["results"][0]["capacity_blocks"] == 2
     assert run([*command, *capacity, "--bytes-per-token", "1KiB"]) != 0
     assert "--bytes-per-token" in capsys.readouterr().err
+
+
+def test_every_report_counts_bad_lines(tmp_path, capsys):
+    path = tmp_path / "trace.jsonl"
+    line = json.dumps({"timestamp": 0, "input_length": 8, "output_length": 1, "hash_ids": [1, 2]})
+    path.write_text(f"{line}\n{{}}\n{line}\n")
+    more = ["--block-size", "4", "--skip-bad", "--json", "-"]
+    tiers = ["--tier", "dram:1GiB@25GB/s", "--bytes-per-token", "1KiB"]
+    assert run(["replay", str(path), *more, *tiers]) == 0
+    assert json.loads(capsys.readouterr().out)["skipped_lines"] == 1
+    assert run(["plan", "llama-3-8b", "--gpu-memory", "80GB", "--trace", str(path), *more]) == 0
+    assert json.loads(capsys.readouterr().out)["curve"]["skipped_lines"] == 1

@@ -227,6 +227,30 @@ def test_a_replay_takes_workloads_beside_files(tmp_path, capsys):
     assert usual["block_tokens"] == BLOCK
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_report_says_all_that_was_drawn_of(kind, capsys):
+    """So that it can be drawn again where defaults are others."""
+    text = f"workload:{kind}?requests=20&rate=2.5&seed=3"
+    (note,) = reported(capsys, "replay", text, "--sweep")["notes"]
+    whole = note.removeprefix("drawn: ")
+    assert content(drawn(whole)) == content(drawn(text))
+    assert {f"{name}=" for name in KINDS[kind].parameters} == {
+        f"{pair.split('=')[0]}=" for pair in whole.split("?")[1].split("&")
+    }
+
+
+def test_a_bench_serves_a_workload_as_it_does_a_trace(monkeypatch):
+    seen = []
+    monkeypatch.setattr("kvtier.cli.bench_trace.run_workload", lambda *run: seen.append(run) or 0)
+    text = "workload:agent?requests=40&rate=1"
+    assert run(["bench", "trace", text, "--timing-model", "--speed-up", "10"]) == 0
+    ((_, shape, _),) = seen
+    trace = drawn(text)
+    assert (shape.trace, shape.block_size, len(shape.asked)) == (text, BLOCK, 40)
+    span = (trace.last_time() - trace.time(0)) / 1000
+    assert shape.asked[-1].at == pytest.approx(span / 10)
+
+
 def test_requests_of_a_workload_wait_for_each_other_the_more_of_them_come(capsys):
     """An engine of 5,000 tokens a second has to compute 2,000 for each."""
     waited = []
