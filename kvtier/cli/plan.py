@@ -84,7 +84,7 @@ def plan(model: str, json_file: str | None, **options: Any) -> int:
     from kvtier.planning.models import model_size
     from kvtier.planning.sizing import budget
 
-    prices, source = prices_of(options), _source(options)
+    source, prices = _source(options), prices_of(options)
     found = budget(model_size(model), _setting(options))
     drawn: Curve | None = None
     tiers: Stack | None = None
@@ -120,7 +120,13 @@ def _source(options: dict[str, Any]) -> Source | None:
         if trace is not None:
             raise ConfigError("--trace and --workload both say what is asked; name one")
         return parse_workload(workload)
-    return None if trace is None else sources([trace])[0]
+    if trace is not None:
+        return sources([trace])[0]
+    for name in ("at_times", "block_size", "prices", "skip_bad"):
+        if options[name]:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} is of requests: name --trace or --workload, too")
+    return None
 
 
 def _setting(options: dict[str, Any]) -> Any:

@@ -38,6 +38,7 @@ __all__ = [
 PREFIX: Final = "workload:"
 _USUAL_BLOCK: Final = 256  # a chunk of the cache
 _MOST_BLOCKS: Final = 1 << 24  # of all requests together: 3 GB if all are different
+_MOST_TEXT: Final = 1000
 _MILLISECONDS: Final = 1000.0
 _WHOLE: Final = re.compile(r"[0-9]{1,20}")
 _DECIMAL: Final = re.compile(r"[0-9]{1,20}(\.[0-9]{1,20})?")
@@ -219,6 +220,8 @@ def parse_workload(text: str) -> Workload:
 
     Raises ConfigError that names the kind or the parameter, and what is known or possible.
     """
+    if len(text) > _MOST_TEXT:
+        raise ConfigError(f"a workload's description has at most {_MOST_TEXT:,} characters")
     name, mark, query = text.removeprefix(PREFIX).partition("?")
     kind = KINDS.get(name)
     if kind is None:

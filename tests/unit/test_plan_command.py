@@ -203,6 +203,8 @@ def test_experts_count_as_the_models_cards_say(tmp_path, config, billions, withi
         (("llama-3-8b", "--gpus", "9" * 20), "gpus"),
         (("llama-3-8b", "--overhead", "much"), "much"),
         (("llama-3-8b", "--trace", "no-such"), "cannot read no-such"),
+        (("llama-3-8b", "--at-times"), "--at-times is of requests: name --trace or --workload"),
+        (("llama-3-8b", "--prices", "x"), "--prices is of requests"),
         (("llama-3-8b", "--trace", "."), "it is a directory"),
         (("llama-3-8b", "--prefill", "nan"), "--prefill': nan is no number"),
         (("/dev/zero.json",), "cannot read /dev/zero.json"),
