@@ -144,7 +144,9 @@ def _passing(ahead: Ahead, slow: Mapping[int, int], load: float) -> list[tuple[i
         counted = passed + 1
         over = wait + count * each - best if count else -best
         root = linear + math.sqrt(squares + twice * over)
-        reach = int(2 * over / root - before) if root else last
+        if not root:  # computing the first tokens takes no time: nothing is passed over
+            break
+        reach = int(2 * over / root - before)
         if reach >= last:
             return found
         if reach > passed:

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvtier import cut
@@ -204,7 +204,7 @@ def plainly(costs, tiers, computed, tokens, *, whole):
 
 RUNS = st.lists(st.tuples(st.sampled_from(PLACES), st.integers(1, 30)), min_size=1, max_size=12)
 
-
+RUNS_OF_ONE = [("dram", 1), ("s3", 1)] * 2
 LOOKS = pytest.mark.parametrize("looks", [0, cut._MOST_LOOKS, 1 << 20])
 
 
@@ -214,10 +214,11 @@ LOOKS = pytest.mark.parametrize("looks", [0, cut._MOST_LOOKS, 1 << 20])
     st.floats(0.001, 0.3),
     st.floats(0.001, 0.3),
     st.tuples(st.floats(0, 0.5), st.integers(0, 4)),
-    st.tuples(st.floats(0.001, 0.003), st.sampled_from([0.0, 1e-8, 1e-5])),
+    st.tuples(st.just(0.0) | st.floats(0.001, 0.003), st.sampled_from([0.0, 1e-8, 1e-5])),
     st.tuples(st.integers(0, 200), st.integers(0, 63)),
     st.booleans(),
 )
+@example(RUNS_OF_ONE, 0.01, 0.01, (0.0, 0), (0.0, 1e-5), (0, 0), True)
 def test_a_decision_is_the_plain_one(looks, runs, lmdb, s3, ahead, speed, lengths, whole):
     """However it is found: by few ends, by all of them, or as a load of all or nothing."""
     costs = Costs(Hands())
@@ -254,7 +255,7 @@ BINARY = st.integers(0, 64).map(lambda n: n / 64)
 @given(
     st.lists(st.tuples(st.sampled_from(PLACES), st.sampled_from([1, 1, 2, 9])), min_size=1),
     st.tuples(BINARY, BINARY, BINARY, BINARY),
-    st.tuples(st.sampled_from([1, 2, 4, 16]), st.sampled_from([0.0, 2.0**-20, 2.0**-17])),
+    st.tuples(st.sampled_from([0, 1, 2, 4, 16]), st.sampled_from([0.0, 2.0**-20, 2.0**-17])),
     st.tuples(st.integers(0, 200), st.integers(0, 63)),
 )
 def test_of_equal_cuts_the_furthest_is_taken(looks, runs, tiers_take, speed, lengths):
