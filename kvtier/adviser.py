@@ -104,23 +104,19 @@ class Adviser:
         It is the slowest, and taken to have all that follows. While its speed is not known either,
         or it loses, it is asked in the background, and a little read of what it has.
         """
-        size = self._chunk[0]
+        size, nbytes = self._chunk
         limit = match.prefix.limit // size
         missing = limit - match.chunks
         if missing <= 0:
             return True
-        stack = self._desk.tiers
-        all_of_it = match.where + bytes([len(stack) - 1]) * missing
-        span = match.tokens, limit * size
-        found = self.costs.advise(
-            all_of_it, stack, span, self._chunk, whole=self._whole, meet=False
-        )
-        if not found.recompute:  # the model's speed is not known: any try is as good as none
+        last = self._desk.tiers[-1]
+        recompute = self.costs.recompute(match.tokens, limit * size)
+        if not recompute:  # the model's speed is not known: any try is as good as none
             return True
-        known = self.costs.knows(stack[-1])
-        if known and found.choice != "recompute":
+        seconds = self.costs.reading(last, missing * nbytes)
+        if seconds is not None and seconds <= recompute:
             return True
-        if self._asked is None and (not known or self.costs.probe_due(stack[-1])):
+        if self._asked is None and (seconds is None or self.costs.probe_due(last)):
             self._ask(match)
         return False
 

@@ -245,6 +245,15 @@ class Costs:
         with self._lock:
             return tier in self._tiers
 
+    def reading(self, tier: str, nbytes: int) -> float | None:
+        """Return the seconds that so many bytes of a tier take, behind what is queued there.
+
+        None when that is not known yet.
+        """
+        with self._lock:
+            line = self._tiers.get(tier)
+            return None if line is None else line.seconds(self._queued.get(tier, 0) + nbytes)
+
     def slowest(self, nbytes: Mapping[str, int]) -> str:
         """Return the tier whose bytes are estimated to take longest: of equals, the first."""
         with self._lock:
@@ -312,12 +321,12 @@ class Costs:
 
     def _speeds(self, where: bytes, stack: Sequence[str], nbytes: int) -> dict[int, Speed]:
         """Return the speeds of those tiers of which some is known, by their place."""
-        speeds, tiers, queued = {}, self._tiers, self._queued
+        speeds: dict[int, Speed] = {}
+        tiers, queued = self._tiers, self._queued
         for number, tier in enumerate(stack):
             if number and number in where and (line := tiers.get(tier)) is not None:
                 each = line.per_byte
-                wait = line.latency + queued.get(tier, 0) * each
-                speeds[number] = Speed(wait, nbytes * each)
+                speeds[number] = line.latency + queued.get(tier, 0) * each, nbytes * each
         return speeds
 
     # ---- tiers that lose

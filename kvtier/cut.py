@@ -30,11 +30,8 @@ _MOST_LOOKS: Final = 12
 _ROUNDING: Final = 1e-6  # chunks
 
 
-class Speed(NamedTuple):
-    """Seconds until a tier reads, what is queued there included, and those of each chunk."""
-
-    wait: float
-    each: float
+Speed = tuple[float, float]
+"""Seconds until a tier reads, what is queued there included, and those of each chunk."""
 
 
 class Ahead(NamedTuple):
@@ -57,7 +54,7 @@ class Ahead(NamedTuple):
 def slowest(ahead: Ahead) -> tuple[float, int]:
     """Return the seconds that all chunks take to load, and the tier that takes them; 0 for none."""
     where = ahead.where
-    loads = [(one.wait + where.count(tier) * one.each, tier) for tier, one in ahead.speeds.items()]
+    loads = [(wait + where.count(at) * each, at) for at, (wait, each) in ahead.speeds.items()]
     return max(loads, default=(0.0, 0))
 
 
@@ -135,7 +132,9 @@ def _passing(ahead: Ahead, slow: Mapping[int, int], load: float) -> list[tuple[i
     linear, square = a * size, b * size * size
     squares, twice, before = linear * linear, 4 * square, first + _ROUNDING
     best = min(load - tokens * (a + tokens * b), -first * (linear + first * square))
-    bound = max(slow, key=lambda tier: slow[tier] * speeds[tier].each)
+    bound = next(iter(slow))
+    if len(slow) > 1:
+        bound = max(slow, key=lambda tier: slow[tier] * speeds[tier][1])
     wait, each = speeds[bound]
     found, last, passed = [(0, 0.0)], len(where) - 1, -1
     count = counted = 0
@@ -190,16 +189,17 @@ def middle(ahead: Ahead) -> tuple[int, float]:
     count, speed = len(where), ahead.speeds.get(where[0])
     if speed is None or count < _FEWEST_TO_MEET or where.count(where[0]) < count:
         return 0, 0.0
+    wait, each = speed
     # After k chunks: k * one + k * k * more seconds of computing, all - k * each of loading.
     more = ahead.per_pair * size * size / 2
     one = ahead.per_token * size + 2 * more * first
-    linear, both = one + speed.each, speed.wait + count * speed.each
+    linear, both = one + each, wait + count * each
     root = linear + math.sqrt(linear * linear + 4 * more * both)
     if not root:
         return 0, 0.0
     at = min(max(math.ceil(2 * both / root), 1), count - 1)
-    load = both - at * speed.each
+    load = both - at * each
     seconds = max(at * (one + at * more), load)
-    if at > 1 and load + speed.each < seconds:  # loading one more takes less than computing it
-        return first + at - 1, load + speed.each
+    if at > 1 and load + each < seconds:  # loading one more takes less than computing it
+        return first + at - 1, load + each
     return first + at, seconds

@@ -270,5 +270,5 @@ def test_what_it_looks_for_itself_is_no_request(beside, clock):
 def test_who_takes_what_is_not_known_for_fast_waits(beside, monkeypatch):
     """The twin."""
     one = beside(20.0)
-    monkeypatch.setattr(type(one.cache._adviser.costs), "knows", lambda costs, tier: True)
+    monkeypatch.setattr(type(one.cache._adviser.costs), "reading", lambda costs, tier, nbytes: 0.0)
     assert one.connector.match("a", prompt(12 * CHUNK + 1, 0), 0).pending
