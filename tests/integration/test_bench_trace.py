@@ -9,14 +9,14 @@ import sys
 import pytest
 import zstandard
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]  # as in test_bench.py
 REQUESTS = [[1, 2, 3], [1, 2, 4], [5, 6, 7], [8, 9, 10], [1, 2, 3], [5, 6, 11]]
 POSSIBLE = 2 + 3 + 2  # blocks that a prompt before had
 
 
 def kvtier(*args):
     command = [sys.executable, "-m", "kvtier", "bench", *map(str, args)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=55)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=170)
 
 
 def reported(*args):
