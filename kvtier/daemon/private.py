@@ -34,9 +34,8 @@ class PrivateDaemon:
     def __init__(self, *tiers: str, engine: str = "", timeout: float | None = None) -> None:
         self.engine = engine or f"{os.getpid()}-{next(_numbers)}"
         path = rendezvous(self.engine)
-        clear_dead(
-            runtime_folder()
-        )  # each engine's socket has a name of its own: nobody else would
+        # Each engine's socket has a name of its own: nobody else would do so.
+        clear_dead(runtime_folder())
         self._supervisor = Supervisor(Settings(tiers, os.geteuid(), share=1.0), path)
         self.path = self._supervisor.path
         if timeout is None:

@@ -1,15 +1,17 @@
 """An arena on a host of several memory nodes: its pages are spread over all of them, or over some.
 
 One node would fill alone, and engines on the others would share its bandwidth. Where all engines
-are on one node, its own memory is nearer. The policy belongs
-to the memory, a memfd's too, so that it holds whoever touches a page first.
+are on one node, its own memory is nearer. The policy belongs to the memory, a memfd's too, so that
+it holds whoever touches a page first.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import platform
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -23,6 +25,7 @@ _MBIND: Final = {"x86_64": 237, "aarch64": 235}  # asm/unistd_64.h, asm-generic/
 _MPOL_INTERLEAVE: Final = 3  # linux/mempolicy.h
 _WORD: Final = 64  # bits of an unsigned long
 _MOST: Final = 1023  # the highest node a kernel can be built for
+_RUN: Final = re.compile(r"([0-9]{1,4})(?:-([0-9]{1,4}))?")
 
 
 def memory_nodes(root: Path = _NODES) -> list[int]:
@@ -38,9 +41,9 @@ def parse_nodes(text: str) -> tuple[int, ...]:
     """Return the nodes of a list like ``0-1,3``, in order. Raises ValueError for what is none."""
     nodes: set[int] = set()
     for run in text.split(","):
-        first, dash, last = run.partition("-")
-        low, high = int(first), int(last if dash else first)
-        if not 0 <= low <= high <= _MOST:
+        found = _RUN.fullmatch(run)
+        low, high = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+        if not low <= high <= _MOST:
             raise ValueError(run)
         nodes.update(range(low, high + 1))
     return tuple(sorted(nodes))
@@ -65,11 +68,12 @@ def chosen_nodes(wanted: Sequence[int], root: Path = _NODES) -> list[int]:
 def interleave(address: int, nbytes: int, nodes: Sequence[int]) -> None:
     """Have pages that are not taken yet come from these nodes in turn.
 
-    address: of a mapping, a page's. Raises OSError where the system does not let this process.
+    address: of a mapping, a page's. Raises OSError where the system does not let this process,
+    or where it is not known how to ask it.
     """
     call = _MBIND.get(platform.machine())
     if call is None:
-        return
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
     words = (ctypes.c_ulong * (max(nodes) // _WORD + 1))()
     for node in nodes:
         words[node // _WORD] |= 1 << node % _WORD

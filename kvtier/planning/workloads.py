@@ -57,7 +57,10 @@ class Parameter(NamedTuple):
     def read(self, name: str, text: str) -> float:
         """Return the value that a text means. Raises ConfigError that names the bounds."""
         if self.unit == "s":
-            value = parse_seconds(text)
+            try:
+                value = parse_seconds(text)
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
         else:
             form = _DECIMAL if self.unit else _WHOLE
             value = float(text) if form.fullmatch(text) else -1.0

@@ -16,6 +16,7 @@ from kvtier.device.paths import Table
 from kvtier.errors import ConfigError
 from kvtier.gpus import gpu_node
 from kvtier.memory import arena as module
+from kvtier.memory import numa
 from kvtier.memory.arena import Arena
 from kvtier.memory.numa import chosen_nodes, interleave, memory_nodes
 from kvtier.testing.cpu_driver import CpuDriver
@@ -77,6 +78,13 @@ def test_where_it_may_not_be_it_goes_on_and_says_so(monkeypatch, caplog):
     assert "not spread over the NUMA nodes 0, 1 (Operation not permitted)" in caplog.text
 
 
+def test_a_machine_on_which_nobody_knows_how_is_told_of_too(monkeypatch, caplog):
+    monkeypatch.setattr(numa.platform, "machine", lambda: "vax")
+    monkeypatch.setattr(module, "chosen_nodes", lambda _: [1])
+    Arena(1 << 20, nodes=[1]).close()
+    assert "not spread over the NUMA nodes 1 (Function not implemented)" in caplog.text
+
+
 # -------------------------------------------------------------------------------------- chosen
 
 
@@ -104,7 +112,11 @@ def test_a_url_names_nodes():
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "1-", "-1", "3-1", "0,,1", "1024", "0-9999999999", "1.5"]
+    "text",
+    [
+        *("", "x", "1-", "-1", "3-1", "0,,1", "1024", "0-9999999999", "1.5", "0-1-2"),
+        *("1_0", "\u0661", " 1", "%2B1"),
+    ],
 )
 def test_what_is_no_list_of_nodes_is_refused(text):
     with pytest.raises(ConfigError, match="numa"):

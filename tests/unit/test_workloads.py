@@ -166,7 +166,7 @@ def test_an_answer_s_blocks_are_asked_for_by_nobody():
         ("rag?vary=1.01", "vary must be a number from 0 to 1"),
         ("rag?seed=-1", "seed must be a whole number from 0 to 4294967295"),
         ("rag?retrieved=5&documents=4", "retrieved must not exceed documents"),
-        ("multi-turn?pause=30", "no known unit"),
+        ("multi-turn?pause=30", "workload:multi-turn: pause: duration '30' has no known unit"),
         ("multi-turn?pause=900h", "pause must be a time from 0s to 1000000s, not '900h'"),
         ("no-reuse?requests=10000000", "and at most 16,777,216 can be replayed"),
         ("agent?turns=10000&observation=1000000&requests=20000", "ask for fewer requests"),
