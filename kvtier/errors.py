@@ -10,6 +10,7 @@ KvtierError
     ├── Unavailable     the medium did not answer, or refused
     ├── Full            there is no room
     └── Corrupt         what was read is not what was written
+        └── Newer       it is of a version that this kvtier does not read yet
 
 Weather is a value, not an exception: a miss, a busy arena, an expired lease or a failed tier
 come back as a status. An exception means that the caller's code or configuration is wrong.
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import ClassVar
 
 __all__ = [
     "ConfigError",
@@ -27,6 +29,7 @@ __all__ = [
     "KvtierError",
     "MisuseError",
     "NamespaceMismatch",
+    "Newer",
     "ProtocolError",
     "StoreError",
     "Unavailable",
@@ -72,7 +75,15 @@ class Full(StoreError):  # noqa: N818  (the published name)
 
 
 class Corrupt(StoreError):  # noqa: N818  (the published name)
-    """What was read is not what was written."""
+    """What was read is not what was written. cause: what it is counted as."""
+
+    cause: ClassVar[str] = "corrupt"
+
+
+class Newer(Corrupt):
+    """What was read is of a version that this kvtier does not read yet: it is left as it is."""
+
+    cause: ClassVar[str] = "newer version"
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> ConfigError:

@@ -75,6 +75,7 @@ _ROWS: Final = (
     _counter(
         "corrupt_records", "records", "Records that failed a checksum or named another part", "tier"
     ),
+    _counter("newer_records", "records", "Records of a version not read here yet", "tier"),
     _counter("vanished_records", "records", "Records that a tier had, and has no more", "tier"),
     _counter("tier_errors", "calls", "Records or calls that a tier failed", "tier"),
     _counter(

@@ -39,7 +39,7 @@ from kvtier.storage_backends.files_folder import GONE, Folder
 from kvtier.storage_backends.files_medium import FilesMedium
 from kvtier.storage_backends.files_usage import NAME, OVERHEAD, SHELVES, Usage, footprint
 from kvtier.storage_backends.slab import NO_ROOM
-from kvtier.tiers.store import Capabilities, Option, Read, Span, Status, Write
+from kvtier.tiers.store import Capabilities, Option, Read, Span, Status, Write, unusable
 
 __all__ = ["FilesStore"]
 
@@ -370,7 +370,7 @@ class FilesStore:
             return Status.ABSENT
         self.causes.note(_cause_of(error))
         if isinstance(error, Corrupt):
-            return Status.CORRUPT
+            return unusable(error)
         self._report.warn(f"files:{self._path}", str(error))
         if isinstance(error, OSError) and error.errno in NO_ROOM:
             return Status.FULL
@@ -380,7 +380,7 @@ class FilesStore:
 def _cause_of(error: object) -> str:
     if isinstance(error, OSError):
         return errno.errorcode.get(error.errno or 0, "OSError")
-    return "corrupt" if isinstance(error, Corrupt) else "lock"
+    return error.cause if isinstance(error, Corrupt) else "lock"
 
 
 def _name_of(name: RecordId) -> str:

@@ -26,7 +26,7 @@ from kvtier.clock import monotonic
 from kvtier.errors import ConfigError, Corrupt, StoreError, Unavailable, Unreachable
 from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
-from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
+from kvtier.tiers.store import Capabilities, Option, Read, Status, Write, unusable
 from kvtier.units import parse_bytes
 
 __all__ = ["MooncakeStore"]
@@ -304,7 +304,7 @@ class MooncakeStore:
         errors = [one for one in found if isinstance(one, (PoolError, Corrupt))]
         where = f"mooncake://{self._place.host}:{self._place.port}"
         for error in errors:
-            self.causes.note("corrupt" if isinstance(error, Corrupt) else str(error))
+            self.causes.note(error.cause if isinstance(error, Corrupt) else str(error))
         gone = [one for one in errors if isinstance(one, PoolError) and one.code in _UNREACHABLE]
         if gone and len(gone) == len(found):
             raise Unavailable(f"{where}: {gone[0]}")
@@ -315,7 +315,7 @@ class MooncakeStore:
 
 def _status_of(one: object) -> Status:
     if isinstance(one, Corrupt):
-        return Status.CORRUPT
+        return unusable(one)
     if isinstance(one, PoolError):
         return Status.FULL if one.code == _FULL else Status.FAILED
     return Status.ABSENT if one is None else Status.OK

@@ -12,7 +12,7 @@ from http import HTTPStatus
 from typing import Any, Final
 
 from kvtier.errors import Corrupt, StoreError
-from kvtier.tiers.store import Status
+from kvtier.tiers.store import Status, unusable
 
 __all__ = [
     "ABSENT_CODES",
@@ -120,7 +120,7 @@ def status_of(result: object) -> Status:
     if not isinstance(result, Exception):
         return Status.OK
     if isinstance(result, Corrupt):
-        return Status.CORRUPT
+        return unusable(result)
     if isinstance(result, AbsentError):
         return Status.ABSENT
     return Status.FULL if _is_full(result) else Status.FAILED
@@ -155,7 +155,7 @@ def unreached(error: Exception) -> bool:
 def cause_of(error: Exception) -> str:
     """Return a word or two for an error, of which there are few: a metric has one row for each."""
     if isinstance(error, Corrupt):
-        return "corrupt"
+        return error.cause
     if isinstance(error, LateError):
         return "late"
     from botocore.exceptions import IncompleteReadError, ResponseStreamingError

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from kvtier.errors import ConfigError, Corrupt, unknown
 from kvtier.storage_backends.valkey_link import BrokenError, Credentials, Link, Place, RefusedError
-from kvtier.tiers.store import Option, Status
+from kvtier.tiers.store import Option, Status, unusable
 from kvtier.units import parse_seconds
 
 __all__ = [
@@ -187,7 +187,7 @@ def _info(link: Link) -> dict[str, str]:
 def status_of(error: Exception) -> Status:
     """Return the status that an error stands for."""
     if isinstance(error, Corrupt):
-        return Status.CORRUPT
+        return unusable(error)
     if isinstance(error, RefusedError):
         return {"OOM": Status.FULL, "WRONGTYPE": Status.CORRUPT}.get(error.code, Status.FAILED)
     return Status.FAILED
@@ -210,7 +210,7 @@ def unreached(error: Exception) -> bool:
 def cause_of(error: Exception) -> str:
     """Return a word or two for an error, of which there are few: a metric has one row for each."""
     if isinstance(error, Corrupt):
-        return "corrupt"
+        return error.cause
     if isinstance(error, RefusedError):
         return error.code if error.code in _REMEDIES else "refused"
     return "broken answer" if isinstance(error, BrokenError) else type(error).__name__

@@ -356,7 +356,7 @@ class Spiller:
         keep the head in DRAM, as the last copy of it, for ever.
         """
         charged = self._tier.charge(written.header)
-        why = "failed"
+        why = str(written.status.value)
         if written.status is Status.OK:
             why = self._catalog.written(job.row, self._number, charged)
         if why:

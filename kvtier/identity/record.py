@@ -32,7 +32,7 @@ from typing import Final, NamedTuple
 import msgspec
 import xxhash
 
-from kvtier.errors import Corrupt
+from kvtier.errors import Corrupt, Newer
 
 __all__ = [
     "CODEC_LOSSLESS",
@@ -43,6 +43,7 @@ __all__ = [
     "MAGIC",
     "MOST_BYTES",
     "MOST_DEPTH",
+    "NEWER_REMEDY",
     "RECORD_ID_BYTES",
     "RECORD_VERSION",
     "Header",
@@ -62,6 +63,9 @@ KEY_BYTES: Final = 32
 CODEC_RAW: Final = 0
 CODEC_LOSSLESS: Final = 0x0201
 """Codecs by number: the kind in the high byte, the version in the low one. 0x01 is a pack."""
+
+NEWER_REMEDY: Final = "upgrade it, or give hosts of each version a tier of their own"
+"""What to do about what another kvtier wrote, of a version that this one does not read."""
 
 FIRST_PLUG_IN: Final = 0x8000
 """From here on numbers are those of plug-ins."""
@@ -185,7 +189,8 @@ class Header(msgspec.Struct, frozen=True):
     def unpack(cls, data: bytes | memoryview) -> Header:
         """Read a header from the first 256 bytes of `data`.
 
-        Raises Corrupt for anything that is not a whole header of a known version.
+        Raises Corrupt for anything that is not a whole header of a known version, Newer for one of
+        a later version.
         """
         head = (
             data
@@ -199,7 +204,8 @@ class Header(msgspec.Struct, frozen=True):
             other = "" if version == RECORD_VERSION else f" (or is of another version: {version})"
             raise Corrupt(f"a record header fails its checksum{other}")
         if version != RECORD_VERSION:
-            raise Corrupt(f"record version {version}; this kvtier reads {RECORD_VERSION}")
+            why = f"record version {version}; this kvtier reads {RECORD_VERSION}"
+            raise Newer(f"{why}: {NEWER_REMEDY}") if version > RECORD_VERSION else Corrupt(why)
         fields = _BODY.unpack_from(head)
         _, _, codec, depth, namespace, key, above, suffix, above_suffix, *rest = fields
         _, raw_bytes, stored_bytes, raw_sum, stored_sum, _ = rest

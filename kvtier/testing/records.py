@@ -8,10 +8,19 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.identity.record import Header, Part, RecordId, checksum, record_id
+from kvtier.identity.record import RECORD_VERSION, Header, Part, RecordId, checksum, record_id
 from kvtier.tiers.store import Read, Status, Store, Write
 
-__all__ = ["NAMESPACE", "aligned", "fetch", "is_exact", "kv_like", "make_record", "payload"]
+__all__ = [
+    "NAMESPACE",
+    "aligned",
+    "fetch",
+    "is_exact",
+    "kv_like",
+    "make_record",
+    "newer_record",
+    "payload",
+]
 
 NAMESPACE: Final = hashlib.sha256(b"kvtier.testing").digest()
 _POISON: Final = 0xAB
@@ -39,6 +48,22 @@ def kv_like(seed: int, size: int) -> memoryview:
     data = aligned(size)
     data[:] = high.data.cast("B")[:size]
     return data
+
+
+class _NewerHeader(Header, frozen=True):
+    """A header as a later kvtier packs it."""
+
+    def pack(self) -> bytes:
+        body = bytearray(super().pack()[:-16])
+        body[8] = RECORD_VERSION + 1
+        return bytes(body) + checksum(bytes(body))
+
+
+def newer_record(number: int, size: int) -> Write:
+    """Return the same record as a later kvtier writes it, of the next version."""
+    header, data = make_record(number, size)
+    fields = {name: getattr(header, name) for name in header.__struct_fields__}
+    return Write(_NewerHeader(**fields), data)
 
 
 def make_record(

@@ -9,7 +9,14 @@ from dataclasses import replace
 from kvtier.cache import Cache
 from kvtier.catalog.catalog import Part
 from kvtier.identity.keys import TokenIds
-from kvtier.identity.record import KEY_BYTES, Header, RecordId, checksum, split_record_id
+from kvtier.identity.record import (
+    HEADER_BYTES,
+    KEY_BYTES,
+    Header,
+    RecordId,
+    checksum,
+    split_record_id,
+)
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.storage_backends.scratch import copy
 from kvtier.testing.oracle import payload
@@ -46,7 +53,9 @@ class PackedMemory(SharedMemory):
         if found is None:
             return Status.ABSENT
         data, at = found[1], span.start
-        if at + sum(map(len, span.into)) > len(data) or span.total not in (0, len(data)):
+        if at < 0:
+            data, at = memoryview(found[0].pack() + bytes(data)), at + HEADER_BYTES
+        if at + sum(map(len, span.into)) > len(data) or span.total not in (0, len(found[1])):
             return Status.CORRUPT
         for into in span.into:
             copy(into, data[at : at + len(into)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvtier.identity.record import RecordId
+from kvtier.identity.record import HEADER_BYTES, RecordId
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.tiers.store import Capabilities, Span, Status
 
@@ -32,8 +32,10 @@ class SpanMemory(MemoryStore):
     def _span(self, span: Span) -> Status:
         if span.id not in self._records:
             return Status.ABSENT
-        _, data = self._records[span.id]
+        header, data = self._records[span.id]
         at = span.start
+        if at < 0:
+            data, at = memoryview(header.pack() + bytes(data)), at + HEADER_BYTES
         if span.total and len(data) != span.total:
             return Status.CORRUPT
         for piece in span.into:

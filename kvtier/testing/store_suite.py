@@ -23,6 +23,7 @@ from kvtier.errors import StoreError
 from kvtier.identity.record import Part, RecordId
 from kvtier.testing.records import aligned, fetch, is_exact, make_record
 from kvtier.testing.store_deadlines import DeadlineTests
+from kvtier.testing.store_versions import VersionTests
 from kvtier.tiers.store import Read, Status, Store, Write
 
 __all__ = ["StoreSuite"]
@@ -31,7 +32,7 @@ SIZES = (1, 255, 4095, 4096, 4097, 65536, 100_003, 1 << 20, 5_898_240, 6_000_001
 ABSENT = make_record(999_999, 1).header.id
 
 
-class StoreSuite(DeadlineTests):
+class StoreSuite(DeadlineTests, VersionTests):
     """A conformance suite. Override `open_store`, and as much of the rest as applies.
 
     capacity: bytes that `open_store` gives to the store, 40 MiB at least.

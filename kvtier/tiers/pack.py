@@ -33,7 +33,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvtier.errors import Corrupt
+from kvtier.errors import Corrupt, Newer
 from kvtier.identity.record import (
     CODEC_RAW,
     HEADER_BYTES,
@@ -54,6 +54,7 @@ __all__ = [
     "Run",
     "cut",
     "head_bytes",
+    "is_newer",
     "lengths_in",
     "longest_order",
     "member_at",
@@ -169,6 +170,17 @@ def lengths_in(head: bytes, order: int) -> tuple[int, ...]:
     """
     found = struct.unpack_from(f"<{1 << order}I", head, KEY_BYTES << order)
     return () if max(found) >= _ALONE_BYTES else found
+
+
+def is_newer(head: memoryview) -> bool:
+    """Say whether the header of a pack's own record says that it is of a later version."""
+    try:
+        codec = Header.unpack(head).codec
+    except Newer:
+        return True
+    except Corrupt:
+        return False
+    return codec >> 8 == CODEC_PACK >> 8 and codec > CODEC_SIZED_PACK
 
 
 def pack(records: Sequence[Write], order: int) -> Write:

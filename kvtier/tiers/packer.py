@@ -12,6 +12,7 @@ one of these. A pack of another length is not read so: its beginning is, and the
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -23,6 +24,7 @@ from kvtier.tiers.pack import (
     LONGEST,
     cut,
     head_bytes,
+    is_newer,
     longest_order,
     order_of,
     pack,
@@ -43,6 +45,14 @@ def packer_for(store: Store, mending: Mending, coding: Coding | None) -> Packer 
     packer = Packer(store, mending)
     packer.coding = coding
     return packer
+
+
+class _Seen(enum.Enum):
+    """What was found where a pack should be."""
+
+    SOUND = enum.auto()  # its table has the parts that it should
+    OTHER = enum.auto()
+    NEWER = enum.auto()
 
 
 class Packer:
@@ -103,6 +113,8 @@ class Packer:
         """Write a run."""
         headers = [each.header for each in members]
         names = [each.id for each in headers]
+        if self._mending.leaves([pack_id(names[-1], len(names).bit_length() - 1)]):
+            return [Written(Status.NEWER, header) for header in headers]
         if self._mend(dict(zip(names, members, strict=True))):
             return [Written(Status.OK, header) for header in headers]
         cleared = self._mending.clear(names)
@@ -193,14 +205,16 @@ class Packer:
         reads = self._store.read_many([ids[at] for at in alone], [into[at] for at in alone])
         for at, read in zip(alone, reads, strict=True):
             out[at] = read
-        self._look(self.places.unseen(packed.values()))
+        newer = _newer(self._look(self.places.unseen(packed.values())))
         members = self.places.members(packed, ids)
-        missed = self._read(members, ids, into, out)
+        missed = self._read([one for one in members if one.place.pack not in newer], ids, into, out)
         there = [one for one, status in missed.items() if status is not Status.ABSENT]
-        sound = self._look([one.place.pack for one in there])
+        looked = self._look([one.place.pack for one in there])
+        newer |= _newer(looked)
         # What was looked for, and not what was known before the look: others look, too.
         ats = [one.at for one in there]
         again = [one for one in self.places.members(ats, ids) if one not in missed]
+        again = [one for one in again if one.place.pack not in newer]
         moved = {one.at for one in again}
         missed = {one: status for one, status in missed.items() if one.at not in moved}
         missed |= self._read(again, ids, into, out)
@@ -208,23 +222,31 @@ class Packer:
             records[one.at] = one.place.pack
         for one, status in missed.items():
             pack = one.place.pack
-            if not sound.get(pack):
+            if looked.get(pack) is not _Seen.SOUND:
                 records[one.at] = None
-            if status is not Status.OK or sound.get(pack) is False:
+            if status is not Status.OK or looked.get(pack) is _Seen.OTHER:
                 self.places.forget(pack)  # it is gone, or no pack of these parts
+        for one in members:
+            if one.place.pack in newer:
+                out[one.at], records[one.at] = Read(Status.NEWER), one.place.pack
+                self.places.forget(one.place.pack)
         return out, records
 
-    def _look(self, packs: Iterable[RecordId]) -> dict[RecordId, bool]:
-        """Read where the parts of packs lie; say of those that were read if they have these."""
+    def _look(self, packs: Iterable[RecordId]) -> dict[RecordId, _Seen]:
+        """Read the headers of packs, and where their parts lie; say what was found of which."""
         names = list(dict.fromkeys(packs))
-        heads = [bytearray(head_bytes(order_of(name))) for name in names]
-        spans = [Span(name, 0, [memoryview(head)]) for name, head in zip(names, heads, strict=True)]
+        sizes = [HEADER_BYTES + head_bytes(order_of(name)) for name in names]
+        rooms = [memoryview(bytearray(size)) for size in sizes]
+        spans = [Span(name, -HEADER_BYTES, [room]) for name, room in zip(names, rooms, strict=True)]
         statuses = self._store.read_spans(spans) if spans else []
-        return {
-            name: self.places.seen(name, bytes(head))
-            for name, head, status in zip(names, heads, statuses, strict=True)
-            if status is Status.OK
-        }
+        looked: dict[RecordId, _Seen] = {}
+        for name, room, status in zip(names, rooms, statuses, strict=True):
+            if status is Status.OK and is_newer(room):
+                looked[name] = _Seen.NEWER
+            elif status is Status.OK:
+                sound = self.places.seen(name, bytes(room[HEADER_BYTES:]))
+                looked[name] = _Seen.SOUND if sound else _Seen.OTHER
+        return looked
 
     def _read(
         self,
@@ -305,6 +327,10 @@ def _heads(count: int) -> list[memoryview]:
     """Return room for so many headers, which lie together: one piece of memory for all."""
     room = memoryview(bytearray(HEADER_BYTES * count))
     return [room[at : at + HEADER_BYTES] for at in range(0, len(room), HEADER_BYTES)]
+
+
+def _newer(looked: Mapping[RecordId, _Seen]) -> set[RecordId]:
+    return {name for name, seen in looked.items() if seen is _Seen.NEWER}
 
 
 def _read_of(status: Status, head: memoryview) -> Read:

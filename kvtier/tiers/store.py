@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
+from kvtier.errors import Corrupt, Newer
 from kvtier.events import Causes
 from kvtier.identity.record import Header, RecordId
 
@@ -40,6 +41,7 @@ __all__ = [
     "Status",
     "Store",
     "Write",
+    "unusable",
 ]
 
 
@@ -49,8 +51,14 @@ class Status(enum.Enum):
     OK = "ok"
     ABSENT = "absent"
     CORRUPT = "corrupt"  # there is something under that name, and it is not that record
+    NEWER = "newer"  # there is something of a version that this kvtier does not read yet
     FAILED = "failed"  # an error or a short count; the medium may heal
     FULL = "full"  # no room: evict something, then write again
+
+
+def unusable(error: Corrupt) -> Status:
+    """Return the status that stands for what is no record to this kvtier."""
+    return Status.NEWER if isinstance(error, Newer) else Status.CORRUPT
 
 
 class Read(NamedTuple):
@@ -72,6 +80,8 @@ class Write(NamedTuple):
 
 class Span(NamedTuple):
     """A piece of a record to read: from which of its stored bytes on, into which buffers in turn.
+
+    start: its header is before them, from ``-HEADER_BYTES`` on.
 
     into: writable, contiguous, format "B"; their lengths together are the length of the piece.
     total: of the stored bytes of the record that is meant; 0 for one of any length.
@@ -146,7 +156,7 @@ class Store(Protocol):
         ...
 
     def contains_many(self, ids: Sequence[RecordId]) -> list[Status]:
-        """Say for each record OK, ABSENT or FAILED."""
+        """Say for each record OK, ABSENT or FAILED; NEWER where its header was looked at."""
         ...
 
     def read_many(self, ids: Sequence[RecordId], into: Sequence[memoryview]) -> list[Read]:

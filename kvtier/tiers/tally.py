@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvtier.identity.record import NEWER_REMEDY
 from kvtier.metrics import Metrics
 from kvtier.tiers.exact import Fetched, Wanted
 from kvtier.tiers.store import CountingStore, PaidStore, Status, Store
@@ -45,6 +46,9 @@ class Tally:
         if one.status is Status.CORRUPT:
             self._metrics.add("corrupt_records", tier=self._name)
             return "a record is corrupt; it is dropped"
+        if one.status is Status.NEWER:
+            self._metrics.add("newer_records", tier=self._name)
+            return f"a record is of a newer version than this kvtier reads: {NEWER_REMEDY}"
         if one.status is Status.ABSENT:  # it was asked for since it was there
             self._metrics.add("vanished_records", tier=self._name)
         return ""

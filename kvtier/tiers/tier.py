@@ -188,9 +188,7 @@ class Tier:
         """Write records, on a thread of the pool, as they are or encoded."""
         if self._packer is not None:
             return self._packer.send(records)
-        if self._mending.clear([one.header.id for one in records]) is None:
-            return [Written(Status.FAILED, one.header) for one in records]
-        return send_each(self.store, records, self.coding)
+        return self._mending.spare(records, lambda rest: send_each(self.store, rest, self.coding))
 
     async def delete(self, ids: Sequence[RecordId]) -> list[Status]:
         """Delete records, and with one that lies in a pack all of that pack."""
@@ -211,7 +209,8 @@ class Tier:
         """Say which records are there; a hint, since a shared tier changes by itself."""
         failed = [Status.FAILED] * len(ids)
         look = self.store.contains_many
-        return await self._call("look up", look, list(ids), failed, deadline=deadline)
+        out = await self._call("look up", look, list(ids), failed, deadline=deadline)
+        return self._mending.looked(ids, out)
 
     # ---- packs
 
@@ -393,7 +392,5 @@ class Tier:
         if self.coding:
             self.coding.received(reads, self._clock() - began)
         out = [verify(read, one) for read, one in zip(reads, wanted, strict=True)]
-        for name, record, found in zip(ids, records, out, strict=True):
-            if record and found.status is Status.CORRUPT and not found.unknown:
-                self._mending.note(name, record)
+        self._mending.learn(ids, records, out)
         return out

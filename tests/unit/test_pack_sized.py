@@ -32,6 +32,7 @@ from kvtier.tiers.packer import Packer
 from kvtier.tiers.store import Span, Status, Write
 
 SIZE = 20_000
+TABLE = HEADER_BYTES + head_bytes(3)  # what is read of a pack of eight to know where its parts lie
 OK, ABSENT, CORRUPT, FAILED = Status.OK, Status.ABSENT, Status.CORRUPT, Status.FAILED
 
 
@@ -108,7 +109,7 @@ def test_a_host_reads_what_another_wrote_whether_either_encodes(
     other = finds(packer_on(store, encodes=encodes), records)
     sizes = handed_out(store, monkeypatch)
     assert read(other, records) == [OK] * 8
-    assert [{0: "in vain", head_bytes(3): "table"}.get(size, "parts") for size in sizes] == asked
+    assert [{0: "in vain", TABLE: "table"}.get(size, "parts") for size in sizes] == asked
     sizes.clear()
     assert read(other, records) == [OK] * 8
     assert len(sizes) == 1, "where the parts are is known"
@@ -185,7 +186,7 @@ def test_who_meets_another_form_reads_nothing_in_vain_and_then_looks_first(store
     sizes = handed_out(store, monkeypatch)
     assert read(here, records[:4]) == [OK] * 4
     in_vain, head, parts = sizes
-    assert (in_vain, head) == (0, head_bytes(3))
+    assert (in_vain, head) == (0, TABLE)
     assert parts < 4 * (SIZE + HEADER_BYTES)
     sizes.clear()
     assert read(here, records[8:]) == [OK] * 8
