@@ -309,11 +309,14 @@ class Packer:
     def evict_many(self, ids: Sequence[RecordId]) -> list[Status]:
         """Let parts go: a pack is deleted when this process has no use for any part of it.
 
-        What became of it is said of each of these that was in it; of others in packs, OK.
+        What became of it is said of each of these that was in it; of others in packs, OK. One that
+        was not deleted is tried again with the next parts.
         """
+        overdue = self.places.overdue()
         doomed = self.places.let_go(ids)
-        fates = self._delete(doomed)
+        fates = self._delete([*doomed, overdue])
         self.places.ended(one for one, fate in fates.items() if fate is not Status.FAILED)
+        self.places.stayed(one for one, fate in fates.items() if fate is Status.FAILED)
         return [_worst(fates[one] for one in some) if some else Status.OK for some in doomed]
 
     def _delete(self, lots: Iterable[Iterable[RecordId]]) -> dict[RecordId, Status]:

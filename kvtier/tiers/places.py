@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,7 @@ __all__ = ["Member", "Place", "Places", "adjacent"]
 
 _REMEMBERED: Final = 1 << 18  # parts of packs, with names 50 MB; 120 MB if all are of two
 _DELETED: Final = 1 << 16  # parts that were deleted and not written again since
+_AGAIN: Final = 256  # packs of which one eviction tries the deletion again
 _SPAN_BYTES: Final = 4 << 20  # read by one request; a longer one is several in parallel
 
 
@@ -84,6 +86,7 @@ class Places:
         self._remembered = 0  # parts, counted in each of their packs
         self._deleted: OrderedDict[RecordId, None] = OrderedDict()
         self._residue = 0
+        self._overdue: dict[RecordId, None] = {}  # packs that were let go, and are not deleted
         self._sized = False  # whether any that was looked into or written was of version 2
 
     # ---- what is there
@@ -234,6 +237,17 @@ class Places:
                 list(filter(self._unused, packs)) if packs else [name]
                 for name, packs in zip(ids, held, strict=True)
             ]
+
+    def overdue(self) -> list[RecordId]:
+        """Return packs that were let go before and whose deletion is to be tried again."""
+        with self._lock:
+            self._overdue = dict.fromkeys(filter(self._unused, self._overdue))
+            return list(itertools.islice(self._overdue, _AGAIN))
+
+    def stayed(self, packs: Iterable[RecordId]) -> None:
+        """Take it that packs that were let go are not deleted."""
+        with self._lock:
+            self._overdue |= dict.fromkeys(filter(self._unused, packs))
 
     def ended(self, packs: Iterable[RecordId]) -> None:
         """Forget packs that were let go and are deleted; none that was written or met meanwhile."""

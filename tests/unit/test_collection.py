@@ -243,6 +243,10 @@ def test_what_could_not_be_deleted_keeps_what_it_hangs_under(monkeypatch):
     out = run(shelf, Kept(0, None, HOUR))
     assert (out.unconfirmed, out.ended) == (1, "not everything could be deleted")
     assert sorted(shelf.records) == sorted(name(at) for at in range(5))
+    shelf.refuses = set()
+    out = run(shelf, Kept(0, None, HOUR))
+    assert (dict(out.removed), out.unconfirmed) == ({"capacity": 5}, 0), "the next one tries again"
+    assert not shelf.records
 
 
 def test_a_dry_run_changes_nothing_and_claims_nothing():

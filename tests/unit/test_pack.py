@@ -321,6 +321,40 @@ def test_a_pack_stays_until_nobody_here_needs_any_part_of_it(packer, store):
     assert packer.places.residue == 0
 
 
+@pytest.fixture
+def stuck(packer, store):
+    """Return a packer that let a pack go which was not deleted, and parts of two other packs."""
+    for records in (chain(0, 4), chain(4, 8), chain(8, 12)):
+        packer.write_many(records)
+    deleting, store.delete_many = store.delete_many, lambda ids: [FAILED] * len(ids)
+    assert packer.evict_many(names(chain(0, 4))) == [FAILED] * 4
+    store.delete_many = deleting
+    assert packer.places.residue == 4
+    return chain(4, 8), chain(8, 12)
+
+
+def test_a_pack_that_was_not_deleted_is_tried_again_with_the_next_eviction(packer, store, stuck):
+    one, other = stuck
+    assert packer.evict_many(names(one)) == [OK] * 4, "what became of the other pack is no part's"
+    assert [header.id for header in store.scan()] == [pack_id(other[-1].header.id, 2)]
+    assert packer.places.residue == 0
+    store.deleted.clear()
+    packer.evict_many(names(other[:1]))
+    assert store.deleted == [], "it is not tried for ever"
+
+
+def test_a_pack_that_was_not_deleted_and_is_written_again_stays(packer, store, stuck):
+    packer.write_many(chain(0, 4))
+    packer.evict_many(names(stuck[0]))
+    assert read(packer, chain(0, 4)) == [OK] * 4
+
+
+def test_twin_untried_it_would_stay(packer, store, stuck, monkeypatch):
+    monkeypatch.setattr(places.Places, "overdue", lambda self: [])
+    packer.evict_many(names(stuck[0]))
+    assert len(list(store.scan())) == 2
+
+
 def test_where_parts_lie_is_remembered_within_a_bound(packer, monkeypatch):
     monkeypatch.setattr(places, "_REMEMBERED", 8)
     old, used = chain(0, 4), chain(4, 8)
