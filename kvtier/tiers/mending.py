@@ -80,10 +80,14 @@ class Mending:
 
     def looked(self, records: Sequence[RecordId], found: list[Status]) -> list[Status]:
         """Take note of what a look-up found, and return that."""
+        absent: list[RecordId] = []
         for record, status in zip(records, found, strict=True):
             if status is Status.NEWER:
                 self.leave(record)
-            elif status is Status.ABSENT:  # it may be written again
+            elif status is Status.ABSENT:
+                absent.append(record)
+        with self._lock:
+            for record in absent:  # they may be written again
                 self._newer.pop(record, None)
         return found
 

@@ -197,6 +197,23 @@ def test_what_a_look_up_says_is_newer_is_left_too(alone, monkeypatch):
     assert alone.write([record]) == [OK], "it is gone"
 
 
+@pytest.mark.parametrize("status", [NEWER, ABSENT])
+def test_what_is_newer_changes_under_a_lock_only(status):
+    """Look-ups are noted on the loop, reads on the tier's threads."""
+
+    class Taken:
+        def __enter__(self) -> None:
+            raise BlockingIOError
+
+        def __exit__(self, *_: object) -> None:
+            """Never entered."""
+
+    mending = Mending(Alone())
+    mending._lock = Taken()
+    with pytest.raises(BlockingIOError):
+        mending.looked([make_record(1, SIZE).header.id], [status])
+
+
 def test_only_a_later_version_is_newer_and_only_if_its_header_is_whole():
     older = bytearray(newer_record(1, SIZE).header.pack())
     assert older[8] == 3
