@@ -21,6 +21,7 @@ REASONS: Final = {
     "forgotten": "too many parts were known of {tier} {ago}; a fetch asks",
     "lost": "{tier} had lost it, {ago}",
     "corrupt": "corrupt in {tier}, {ago}",
+    "newer": "in {tier}, of a version that is not read here yet, {ago}",
     "invalidated": "invalidated {ago}",
     "purged": "purged {ago}",
     "expired": "expired {ago}",

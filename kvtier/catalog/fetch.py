@@ -28,7 +28,7 @@ from kvtier.tiers.tier import Fetched, Tier, Wanted
 __all__ = ["Fetcher", "Prompt", "call_bytes"]
 
 _log = logging.getLogger("kvtier")
-_WHY: Final = {Status.CORRUPT: "corrupt"}
+_WHY: Final = {Status.CORRUPT: "corrupt", Status.NEWER: "newer"}
 _CALL_BYTES: Final = 4 << 20  # small parts go together, large ones each to a thread of its own
 _MOST_CALL_BYTES: Final = 16 << 20  # of a fetch that keeps all threads busy for long
 _CALLS_A_THREAD: Final = 2

@@ -218,6 +218,7 @@ def test_a_pack_of_a_newer_version_is_a_counted_miss_and_stays(host, url, s3_ser
     assert other.load("b", TOKENS)[1:] == (None, True)
     assert other.cache.metrics.get("newer_records", tier="s3") > 0
     assert other.cache.metrics.get("corrupt_records", tier="s3") == 0
+    assert "in s3, of a version that is not read here yet" in other.cache.explain(TOKENS).end.why
     before = whole(client, bucket, prefix)
     other.save("b", TOKENS)
     assert whole(client, bucket, prefix) == before, "hosts of that version read them"
