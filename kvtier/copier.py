@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvtier.checks import check_kind, check_whole
 from kvtier.copyplan import CopyPlan, PlanPart
-from kvtier.device.base import Copy, Device, Fence
+from kvtier.device.base import Copy, Cuts, Device, Fence, PlaneGroups
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.geometry import (
     DTYPE_BYTES,
@@ -96,11 +96,11 @@ class Pages:
         if placed is None:
             return CopyTransfer((_GONE,), plan.tokens, blocks)
         if plan.kind == "save":
-            copies = _copies(placed, 0, 1)
+            (copies,) = _in_groups(placed, 1)
             fence = self._device.gather(self._device.stream("store"), copies, after)
             return CopyTransfer((fence,), plan.tokens, blocks)
         count = self._count(placed)
-        groups = [_copies(placed, at, count) for at in range(count)]
+        groups = _in_groups(placed, count)
         fences = self._device.scatter(self._device.stream("load"), groups, after)
         return CopyTransfer(fences, plan.tokens, blocks, self._layers)
 
@@ -113,11 +113,13 @@ class Pages:
         if plan.kind != "save":
             raise MisuseError("layers leave by a save, not by a load")
         count = self._count(placed or ())
+        each = [
+            _in_groups([one for one in placed or () if one.kind is kind], count)
+            for kind in self._kinds
+        ]
 
         def enqueue(component: int, group: int) -> Fence:
-            kind = self._kinds[component]
-            mine = [one for one in placed or () if one.kind is kind]
-            copies = _copies(mine, group, count)
+            copies = each[component][group]
             after = (self._device.host_fence(),)
             return self._device.gather(self._device.stream("store"), copies, after)
 
@@ -188,13 +190,14 @@ class _Placed:
     slot: NDArray[np.uint8]
 
 
-def _copies(placed: Sequence[_Placed], group: int, count: int) -> list[Copy]:
-    """Return the copies of one of so many groups of layers."""
-    return [
-        Copy(pages, one.blocks, one.slot[some])
-        for one in placed
-        for pages, some in one.kind.cut(group, count)
-    ]
+def _in_groups(placed: Sequence[_Placed], count: int) -> PlaneGroups:
+    """Return the copies of so many groups of layers."""
+    copies, cuts = [], []
+    for one in placed:
+        for pages, some, mine in one.kind.in_groups(count):
+            copies.append(Copy(pages, one.blocks, one.slot[some]))
+            cuts.append(mine)
+    return PlaneGroups(copies, cuts, count)
 
 
 class _Gone:
@@ -243,19 +246,26 @@ class _Kind:
         tensors, planes = (tensor, component.planes) if apart else ([tensor], self.planes)
         self.pages = [device.pages(one, planes, self.block_bytes) for one in tensors]
         self.count = min(pages.shape[1] for pages in self.pages)
-        self._cuts: dict[tuple[int, int], list[tuple[NDArray[np.uint8], slice]]] = {}
+        self._in_groups: dict[int, list[tuple[NDArray[np.uint8], slice, Cuts]]] = {}
 
-    def cut(self, group: int, count: int) -> list[tuple[NDArray[np.uint8], slice]]:
-        """Return the pages of one of so many groups of layers, and their planes in a slot."""
-        found = self._cuts.get((group, count))
+    def in_groups(self, count: int) -> list[tuple[NDArray[np.uint8], slice, Cuts]]:
+        """Return all pages, their planes in a slot, and which are in which group of layers."""
+        found = self._in_groups.get(count)
         if found is None:
-            layers, planes = group_layers(self.layers, group, count), self.planes // self.layers
-            some = slice(layers.start * planes, layers.stop * planes)
-            found = [(self.pages[0][some], some)]
+            planes = self.planes // self.layers
+            groups = [group_layers(self.layers, at, count) for at in range(count)]
+            bounds = tuple((group.start * planes, group.stop * planes) for group in groups)
+            found = [(self.pages[0], slice(None), bounds)]
             if len(self.pages) > 1:
-                each = (slice(at * planes, (at + 1) * planes) for at in layers)
-                found = list(zip(self.pages[layers.start : layers.stop], each, strict=True))
-            self._cuts[group, count] = found
+                found = [
+                    (
+                        pages,
+                        slice(layer * planes, (layer + 1) * planes),
+                        tuple((0, planes if layer in group else 0) for group in groups),
+                    )
+                    for layer, pages in enumerate(self.pages)
+                ]
+            self._in_groups[count] = found
         return found
 
 

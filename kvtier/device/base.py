@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Final, Literal, NamedTuple, Protocol, overload, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["HOLE", "Copy", "Device", "Fence", "Role", "Stream", "block_runs"]
+__all__ = ["HOLE", "Copy", "Device", "Fence", "PlaneGroups", "Role", "Stream", "block_runs"]
 
 Role = Literal["load", "store"]
 HOLE: Final = -1
@@ -57,6 +57,51 @@ class Copy(NamedTuple):
     def cut(self, planes: slice) -> Copy:
         """Return the copy of some of the planes."""
         return Copy(self.pages[planes], self.blocks, self.slot[planes])
+
+
+Cuts = tuple[tuple[int, int], ...]
+"""Of each group the first of its planes, and the one behind its last."""
+
+
+class PlaneGroups(Sequence[list[Copy]]):
+    """Groups of copies that are the same copies, each of other planes.
+
+    They are groups as any others; a device may also plan the copies at once. cuts: of each copy,
+    which planes of it are in which group, none or several.
+    """
+
+    def __init__(self, copies: Sequence[Copy], cuts: Sequence[Cuts], count: int) -> None:
+        self.copies = copies
+        self.cuts = cuts
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> list[Copy]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[list[Copy]]: ...
+
+    def __getitem__(self, index: int | slice) -> list[Copy] | list[list[Copy]]:
+        if isinstance(index, slice):
+            return [self[at] for at in range(*index.indices(self._count))]
+        if not -self._count <= index < self._count:
+            raise IndexError(index)
+        found: list[Copy] = []
+        before: tuple[object, object] = (None, None)
+        planes, view = slice(0), np.empty(0, np.uint8)
+        for (pages, blocks, slot), cuts in zip(self.copies, self.cuts, strict=True):
+            if (
+                pages is not before[0] or cuts is not before[1]
+            ):  # as those of one chunk after another
+                before = (pages, cuts)
+                planes = slice(*cuts[index])
+                view = pages[planes]
+            if planes.start < planes.stop:
+                found.append(Copy(view, blocks, slot[planes]))
+        return found
 
 
 @runtime_checkable
@@ -111,7 +156,7 @@ class Device(Protocol):
         """Copy slots into blocks, after the fences; return a fence for each group of copies.
 
         Groups go one after the other: what is in the first may be read while the last is still
-        on its way.
+        on its way. Those of other planes of the same copies had better be PlaneGroups.
         """
         ...
 

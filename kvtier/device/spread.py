@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.device.base import HOLE, Copy
+from kvtier.device.base import HOLE, Copy, Cuts, PlaneGroups
 from kvtier.device.descriptors import CUT_BYTES, Numbers, Room, Runs, allocated, cut, joined
 from kvtier.errors import MisuseError
 
@@ -48,8 +48,8 @@ class _Found(NamedTuple):
 class Spread:
     """Runs that lie alike on each of some planes, of one copy or of several.
 
-    planes: how far beyond the first one each plane is, in the blocks and in the slots, uint64
-    [2, planes]. runs: those on the first plane; addresses are sums of both, whose overflow wraps.
+    planes: how far beyond the first one of all each is, in the blocks and in the slots, uint64
+    [2, planes]. runs: those on that one; addresses are sums of both, whose overflow wraps.
     first: of each copy the number of its first run, and at last how many runs there are,
     [copies + 1], and no copy is without runs; None: they are of one copy.
     """
@@ -73,7 +73,8 @@ class Spread:
         planes = len(self.planes[0])
         if planes == 1:
             return len(self.runs)
-        together = (self.planes[:, 1:2] == self.runs.nbytes[self.first[:-1]]).all(axis=0)
+        step = self.planes[:, 1:2] - self.planes[:, :1]
+        together = (step == self.runs.nbytes[self.first[:-1]]).all(axis=0)
         lone = np.diff(self.first) == 1
         return planes * len(self.runs) - (planes - 1) * int((together & lone).sum())
 
@@ -132,6 +133,8 @@ def spreads(groups: Sequence[Sequence[Copy]]) -> list[list[Spread]]:
     Blocks that follow each other are in one run. Raises MisuseError where blocks do not match
     their slot, or are not among the pages.
     """
+    if isinstance(groups, PlaneGroups):
+        return _cut_spreads(groups)
     pages: dict[int, NDArray[np.uint8]] = {}
     asked: dict[_Key, list[Copy]] = {}
     each: list[dict[_Key, list[Copy]]] = []
@@ -151,6 +154,23 @@ def spreads(groups: Sequence[Sequence[Copy]]) -> list[list[Spread]]:
         [_spread(key[0], some, begins, known[key]) for key, some in keys.items()] for keys in each
     )
     return [[one for one in some if one.planes.size and len(one.runs)] for some in found]
+
+
+def _cut_spreads(groups: PlaneGroups) -> list[list[Spread]]:
+    """Return the runs of groups that have the same copies, which are planned once."""
+    alike: dict[Cuts, list[Copy]] = {}
+    for copy, cuts in zip(groups.copies, groups.cuts, strict=True):
+        alike.setdefault(cuts, []).append(copy)
+    whole = list(zip(alike, spreads(list(alike.values())), strict=True))
+    return [
+        [
+            Spread(one.planes[:, slice(*cuts[group])], one.runs, one.first)
+            for cuts, some in whole
+            for one in some
+            if cuts[group][0] < cuts[group][1]
+        ]
+        for group in range(len(groups))
+    ]
 
 
 def _shape(copy: Copy) -> _Shape:

@@ -52,7 +52,7 @@ class Staged:
         self._nbytes = ends[last] - self._slots
         self._first = np.searchsorted(at, first)
         # So long, it is all of a copy: its planes lie together, and go over the link at once.
-        self._whole = self._nbytes == (planes[1] if len(planes) > 1 else 0)
+        self._whole = self._nbytes == (planes[1] - planes[0] if len(planes) > 1 else 0)
         self.runs = len(planes) * len(at) - (len(planes) - 1) * int(self._whole.sum())
 
     def stages(self, staging: int, most: int, planes: int, runs: int) -> Iterator[Stage]:
@@ -69,7 +69,7 @@ class Staged:
             for half in _halves(spread):
                 yield from Staged(half).stages(staging, most, planes, runs)
             return
-        step = int(spread.planes[1, 1]) if self._planes > 1 else 1
+        step = int(spread.planes[1, 1] - spread.planes[1, 0]) if self._planes > 1 else 1
         at_once = min((most - widest) // step + 1, planes)
         for at in range(0, self._planes, at_once):
             some = spread.planes[:, at : at + at_once]

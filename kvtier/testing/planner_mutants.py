@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvtier.device import descriptors, layout, spread, staging
-from kvtier.device.base import HOLE, Copy
+from kvtier.device.base import HOLE, Copy, PlaneGroups
 from kvtier.device.chaos import POISON
 from kvtier.device.descriptors import CUT_BYTES, Runs, cut, joined
 from kvtier.device.layout import byte_pages
@@ -76,6 +76,7 @@ def planner_holds() -> bool:
         and _counts()
         and _staged_facts()
         and _staged_copies()
+        and _cut_groups()
         and _together()
         and all(_refused(error, said, call) for error, said, call in _refusals())
         and all(is_right(case, mover) for case in cases() for mover in (_by_planes, _by_runs))
@@ -280,6 +281,35 @@ def _staged_facts() -> bool:
         and [len(stage.inner.planes[0]) for stage in thirds] == [3, 1]
         and stage.inner.runs.nbytes.tolist() == [CUT_BYTES, 16]
         and spreads([single])[0][0].count == 2
+    )
+
+
+def _cut_groups() -> bool:
+    """Say whether groups that have the same copies are planned as such are that have not."""
+    pages, arena = np.zeros((6, 9, 16), np.uint8), np.zeros((3, 6, 2, 16), np.uint8)
+    copies = [Copy(pages, (at, at + 2), slot) for at, slot in enumerate(arena)]
+    copies[2] = Copy(pages[:4], (5, 6), arena[2, :4])
+    cuts = (((0, 1), (1, 3), (3, 6)), ((0, 1), (1, 3), (3, 6)), ((0, 0), (0, 2), (2, 4)))
+    groups = PlaneGroups(copies, cuts, 3)
+    cut, plain = spreads(groups), spreads(list(groups))
+    third = cut[2][0]
+    (stage,) = Staged(third).stages(1024, 3 * 32 * 2, *_MANY)
+    together, single = np.zeros((9, 4, 16), np.uint8).swapaxes(0, 1), np.zeros((4, 1, 16), np.uint8)
+    (alone,) = spreads(PlaneGroups([Copy(together, (1,), single)], [((1, 3),)], 1))[0]
+    each, same = (
+        [sorted(run for one in some for run in _rows(one.expanded())) for some in planned]
+        for planned in (cut, plain)
+    )
+    return (
+        [len(some) for some in cut] == [1, 2, 2]
+        and each == same
+        and third.reach() == (arena[0, 3].ctypes.data, arena[2].ctypes.data)
+        and _rows(stage.link)
+        == [[1024, arena[0, 3:].ctypes.data, 96], [1120, arena[1, 3:].ctypes.data, 96]]
+        and _refused(IndexError, "3", lambda: groups[3])
+        and [len(some) for some in groups[1:]] == [3, 3]
+        and len(groups[-3]) == 2
+        and (alone.count, Staged(third).runs) == (1, 2)
     )
 
 

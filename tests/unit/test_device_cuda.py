@@ -9,13 +9,11 @@ import pytest
 import torch
 
 from kvtier.device import cuda as module
-from kvtier.device import torch_driver
-from kvtier.device.base import HOLE, Copy, Device
+from kvtier.device.base import HOLE, Copy, Device, PlaneGroups
 from kvtier.device.chaos import ChaosDevice
 from kvtier.device.cpu import CpuDevice, CpuFence, CpuStream
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.paths import DEFAULT, PATHS, Choice
-from kvtier.device.torch_driver import cuda_device
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.hazards import AT_ONCE, HAZARDS, examine
@@ -93,6 +91,23 @@ def test_several_copies_of_few_planes(way, planes):
     for some, slot in zip(ids, slots, strict=True):
         assert np.array_equal(slot, kv[:, some])
         assert np.array_equal(back[:, some], kv[:, some])
+
+
+@each_or_none
+def test_groups_of_planes_of_the_same_copies_land_like_others(way):
+    kv, slots = pages(), np.zeros((2, PLANES, 2, BYTES), np.uint8)
+    slots[:] = np.random.default_rng(1).integers(0, 200, slots.shape, np.uint8)
+    cuts = ((0, 1), (1, 4), (4, 6))
+    copies = [Copy(kv, (1, 9), slots[0]), Copy(kv[:4], (4, 5), slots[1, :4])]
+    with closing(made(way)) as device:
+        device.pin(slots)
+        groups = PlaneGroups(copies, (cuts, ((0, 0), (0, 2), (2, 4))), 3)
+        fences = device.scatter(device.stream("load"), groups, ())
+        assert len(fences) == 3
+        assert fences[-1].wait(SECONDS)
+    assert np.array_equal(kv[:, [1, 9]], slots[0])
+    assert np.array_equal(kv[:4, [4, 5]], slots[1, :4])
+    assert np.array_equal(kv[:, 0], pages()[:, 0])
 
 
 @every_way
@@ -357,54 +372,3 @@ def test_streams_of_others_are_refused():
 def test_batched_copies_need_a_driver_that_has_them():
     with pytest.raises(ConfigError, match=r"no batched copies: they need CUDA 12\.8"):
         made(Choice("batch"), CpuDriver(batches=False))
-
-
-def test_drivers_before_batched_copies_are_not_asked_for_them():
-    assert torch_driver._batched_copies(12070) is None
-
-
-# ------------------------------------------------------------------- where there is no such thing
-
-
-def test_without_cuda_the_reason_is_told_and_no_cpu_taken(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ConfigError, match=r"built without CUDA: install .*CPU is used only where"):
-        cuda_device()
-
-
-@pytest.mark.parametrize(
-    "said", ["The NVIDIA driver on your system is too old", "no NVIDIA driver"]
-)
-def test_an_old_driver_or_none_is_told(monkeypatch, said):
-    def init():
-        raise RuntimeError(said)
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(
-        ConfigError, match=rf"CUDA cannot be used: {said}; install a driver .* 13.0"
-    ):
-        cuda_device()
-
-
-def test_a_gpu_that_is_not_there_is_told(monkeypatch):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    for index in (2, -1):
-        with pytest.raises(ConfigError, match=f"GPU {index} is not there, of 2"):
-            cuda_device(index)
-
-
-@pytest.mark.parametrize(
-    ("name", "remedy"), [("torch", "pip install torch"), ("cupy", r"kvtier\[cuda\]")]
-)
-def test_a_missing_package_is_told(monkeypatch, name, remedy):
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    found = torch_driver.importlib.util.find_spec
-    hidden = lambda one: None if one == name else found(one)  # noqa: E731
-    monkeypatch.setattr(torch_driver.importlib.util, "find_spec", hidden)
-    with pytest.raises(ConfigError, match=remedy):
-        cuda_device()
