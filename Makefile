@@ -45,7 +45,7 @@ demo: setup  ## serve prompts that share a prefix, with the cache and without (a
 	@$(BIN)/kvtier bench shared-prefix --demo --json demo.json
 
 test: setup  ## run all tests; those that need a GPU say so and are not run without one
-	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	@$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 check: $(VENV)/.check-done  ## lint, formatting and types
 	@$(BIN)/ruff check .

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,11 +30,49 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True, 
 hypothesis.settings.load_profile("steady")
 
 
-# ------------------------------------------------------------------------------ what did not run
+# --------------------------------------------------------------------- which files come first
+
+# What takes half a minute and more of a core, the longest first. Left to the end, such a file
+# would keep one process busy while the others have nothing to do.
+LONG = (
+    "integration/test_bench.py",
+    "sim/test_core.py",
+    "sim/test_twins.py",
+    "crash/test_lmdb_kill9.py",
+    "crash/test_campaign.py",
+    "integration/test_daemon_engines.py",
+    "faults/test_device_hazards.py",
+    "integration/test_daemon_server.py",
+    "integration/test_store_s3.py",
+    "integration/test_packs.py",
+    "integration/test_daemon_client.py",
+    "integration/test_s3_matrix.py",
+    "integration/test_bench_trace.py",
+    "integration/test_engine_semantics_drawn.py",
+    "integration/test_fleet.py",
+    "integration/test_soak.py",
+    "integration/test_device_chaos.py",
+    "faults/test_h19_h20_disks.py",
+    "integration/test_engine_semantics_hybrid.py",
+    "sim/test_guards.py",
+    "crash/test_ended_tools.py",
+    "sim/test_crash.py",
+    "integration/test_s3_others.py",
+    "integration/test_daemon_hung.py",
+    "integration/test_daemon_principals.py",
+    "faults/test_h05_h15_order.py",
+)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a GPU where there is none; torch is imported only to find out."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let long files go first where tests run beside each other, and skip what needs a GPU.
+
+    Within a file the order stays. torch is imported only to find out that there is no GPU.
+    """
+    if hasattr(config, "workerinput"):
+        tests = Counter(item.path for item in items)
+        long = {ROOT / "tests" / name: number for number, name in enumerate(LONG)}
+        items.sort(key=lambda item: (long.get(item.path, len(long)), -tests[item.path], item.path))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -9,8 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from kvtier.storage_backends import slab_recovery
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import FileIO
 from kvtier.storage_backends.slab_files import SegmentFiles
+from kvtier.testing.crash.campaign import in_memory
 from kvtier.testing.records import fetch, is_exact, make_record
 from kvtier.tiers.store import Status
 
@@ -31,6 +33,13 @@ sys.modules["lmdb_writer"] = writer
 _spec.loader.exec_module(writer)
 
 GONE = -1
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """Return a folder, in memory where there is any: a killed process has lost no page of a file."""
+    with tempfile.TemporaryDirectory(dir=in_memory()) as name:
+        yield Path(name)
 
 
 def promised(log: str) -> dict[int, set[int]]:
@@ -94,16 +103,16 @@ def run_all(folder: Path, durability: str, guard: str, every: int) -> list[str]:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("durability", ["none", "batch", "each"])
-def test_killed_at_every_step(tmp_path: Path, durability: str) -> None:
+def test_killed_at_every_step(memory: Path, durability: str) -> None:
     """What was acknowledged is there, with ``none`` too while the machine is up."""
-    assert run_all(tmp_path, durability, "all", 1) == []
-    assert any("\nD " in log.read_text() for log in tmp_path.glob("*.log")), "it was never full"
+    assert run_all(memory, durability, "all", 1) == []
+    assert any("\nD " in log.read_text() for log in memory.glob("*.log")), "it was never full"
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("guard", ["publish-first", "overwrite-live", "free-first"])
-def test_without_a_guard_it_would_be_wrong(tmp_path: Path, guard: str) -> None:
-    wrong = run_all(tmp_path, "none", guard, 3)
+def test_without_a_guard_it_would_be_wrong(memory: Path, guard: str) -> None:
+    wrong = run_all(memory, "none", guard, 3)
     assert any("bytes are wrong" in what for what in wrong)
 
 
@@ -177,8 +186,8 @@ class Volatile(FileIO):
                         file.write(old)
 
 
-def lose_power_often(tmp_path: Path, durability: str) -> list[str]:
-    folder, log = tmp_path / "kv", tmp_path / "log"
+def lose_power_often(memory: Path, durability: str) -> list[str]:
+    folder, log = memory / "kv", memory / "log"
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     io = Volatile(folder)
     store = LmdbSlabStore(folder, writer.CAPACITY, durability=durability, io=io)
@@ -186,7 +195,7 @@ def lose_power_often(tmp_path: Path, durability: str) -> list[str]:
     choose = random.Random(7)
 
     def snapshot() -> None:
-        target = tmp_path / f"image-{len(images)}"
+        target = memory / f"image-{len(images)}"
         io.lose_power(target, choose)
         images.append((target, log.read_text()))
 
@@ -202,25 +211,25 @@ def lose_power_often(tmp_path: Path, durability: str) -> list[str]:
 
 
 @pytest.mark.parametrize("durability", ["batch", "each"])
-def test_power_loss(tmp_path: Path, durability: str) -> None:
+def test_power_loss(memory: Path, durability: str) -> None:
     """Synced records are whole; with ``each``, so is everything that was acknowledged."""
-    assert lose_power_often(tmp_path, durability) == []
+    assert lose_power_often(memory, durability) == []
 
 
 def test_power_loss_without_sync_would_be_wrong(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SegmentFiles, "sync", lambda *_: None)
-    assert any("bytes are wrong" in what for what in lose_power_often(tmp_path, "each"))
+    assert any("bytes are wrong" in what for what in lose_power_often(memory, "each"))
 
 
-def test_power_loss_with_none_starts_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "kv"
+def test_power_loss_with_none_starts_empty(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = memory / "kv"
     store = LmdbSlabStore(folder, writer.CAPACITY, durability="none")
     store.write_many([make_record(1, 5000)])
-    shutil.copytree(folder, tmp_path / "image")
+    shutil.copytree(folder, memory / "image")
     store.close()
     monkeypatch.setattr(slab_recovery, "boot_id", lambda: b"another boot")
-    store = LmdbSlabStore(tmp_path / "image", writer.CAPACITY, durability="none")
+    store = LmdbSlabStore(memory / "image", writer.CAPACITY, durability="none")
     assert list(store.scan()) == []
     store.close()

@@ -146,7 +146,7 @@ class Tandem:
             options = {"own_process": True, "engine": self.engine_id}
             self.cache = kvtier.open(*urls, namespace=namespace, shards=RANKS, **options)
         else:
-            url = f"{urls[0]}?engine={self.engine_id}"
+            url = f"{urls[0]}?engine={self.engine_id}&patience=5s"
             self.cache = kvtier.open(url, namespace=namespace, shards=RANKS)
         self.device = CpuDevice()
         self.ranks = self.start()
