@@ -37,7 +37,7 @@ GONE = -1
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
-    """Return a folder, in memory where there is any: a killed process has lost no page of a file."""
+    """Return a folder, in memory where there is any: a kill loses no page of a file."""
     with tempfile.TemporaryDirectory(dir=in_memory()) as name:
         yield Path(name)
 
