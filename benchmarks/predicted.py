@@ -18,9 +18,10 @@ overloaded, and all wait longer and longer. With --decide what is read is what i
 worth it, and where that is as fast as computing, they meet in the middle.
 
 Prediction and measurement know the same capacities in chunks, and the same speeds. Differences
-are the cache's own: its order of leaving, its reads side by side, what it costs itself. An NVMe
-tier below 2 GiB that is full lets a 32nd of itself go at a time, which no replay knows: where the
-hit rate hangs on the last percents of the room, as of a few agents' turns, that is points.
+are the cache's own: its order of leaving, its reads side by side, what it costs itself. And an NVMe
+tier of some tens of MiB holds fewer chunks than its capacity would have room for, as segments are
+whole and what leaves does so in lots: at most 306 of 329 in 25 MB, 5,070 of 5,097 in 363 MB. No
+replay knows that: where the hit rate hangs on the last percents of the room, it is points.
 """
 
 from __future__ import annotations
