@@ -65,6 +65,11 @@ class Spread:
         return self.runs.total * len(self.planes[0])
 
     @property
+    def counts(self) -> Signed:
+        """How many runs each copy has on a plane."""
+        return self.first[1:] - self.first[:-1]
+
+    @property
     def count(self) -> int:
         """How many runs there are on all planes, neighbours of one copy joined.
 
@@ -75,7 +80,7 @@ class Spread:
             return len(self.runs)
         step = self.planes[:, 1:2] - self.planes[:, :1]
         together = (step == self.runs.nbytes[self.first[:-1]]).all(axis=0)
-        lone = np.diff(self.first) == 1
+        lone = self.counts == 1
         return planes * len(self.runs) - (planes - 1) * int((together & lone).sum())
 
     def cut(self, most: int = CUT_BYTES) -> Spread:
@@ -110,7 +115,7 @@ class Spread:
         planes, runs = len(self.planes[0]), self.runs
         rows = room(3 * planes * len(runs)).reshape(3, -1)
         at = run = 0
-        for count, some in groupby(np.diff(self.first).tolist()):
+        for count, some in groupby(self.counts.tolist()):
             several = sum(1 for _ in some)
             stop, after = at + several * planes * count, run + several * count
             pages, slots, nbytes = rows[:, at:stop].reshape(3, several, planes, count)
@@ -209,7 +214,7 @@ def _on_a_plane(shape: _Shape, every: Sequence[Sequence[int]]) -> _Found:
 def _spread(shape: _Shape, copies: Sequence[Copy], begins: dict[int, int], found: _Found) -> Spread:
     """Return the runs of copies, whose pages begin where it is said."""
     (planes, _, _), (along, _, _), (slot_along, slot_across, _) = shape
-    counts = np.diff(found.first)
+    counts = found.first[1:] - found.first[:-1]
     pages = np.array([begins[id(copy.pages)] for copy in copies])
     slots = np.array([_begin(copy.slot) for copy in copies]) - found.before[:-1] * slot_across
     runs = Runs(

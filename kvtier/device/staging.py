@@ -7,6 +7,7 @@ ends, and where a slot is copied whole, what goes over the link is one run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -41,10 +42,11 @@ class Staged:
     def __init__(self, spread: Spread) -> None:
         runs, first, planes = spread.runs, spread.first, spread.planes[1]
         ends = runs.slots + runs.nbytes
-        apart = ends[:-1] != runs.slots[1:]
-        apart[first[1:-1] - 1] = True
-        last = np.append(np.flatnonzero(apart), len(runs) - 1)
-        at = np.append(0, last[:-1] + 1)
+        begins = np.ones(len(runs) + 1, np.bool_)
+        np.not_equal(ends[:-1], runs.slots[1:], out=begins[1:-1])
+        begins[first] = True
+        bounds = np.flatnonzero(begins)
+        at, last = bounds[:-1], bounds[1:] - 1
         self._spread = spread
         self._planes = len(planes)
         self._extents = [one.tolist() for one in spread.extents]
@@ -64,7 +66,8 @@ class Staged:
         most -= most % _ALIGNED
         spread = self._spread.cut(min(CUT_BYTES, most))
         widest = max(end - begin for begin, end in zip(*self._extents, strict=True))
-        longest = int(np.diff(spread.first).max())
+        first = spread.first.tolist()
+        longest = max(stop - begin for begin, stop in pairwise(first))
         if widest > most or longest > runs:
             for half in _halves(spread):
                 yield from Staged(half).stages(staging, most, planes, runs)
@@ -90,7 +93,7 @@ class Staged:
             used += nbytes + -nbytes % _ALIGNED
         lots.append(len(shifts))
         shift = np.array(shifts, np.int64).view(np.uint64)
-        staged = spread.runs.slots + np.repeat(shift, np.diff(spread.first))
+        staged = spread.runs.slots + np.repeat(shift, spread.counts)
         inner = Spread(
             spread.planes, Runs(spread.runs.pages, staged, spread.runs.nbytes), spread.first
         )
@@ -107,7 +110,10 @@ class Staged:
         which = np.repeat(np.arange(len(counts)), counts)
         begins = planes[np.arange(len(which)) - (stops - counts)[which]]
         nbytes = np.where(self._whole, self._nbytes * np.uint64(len(planes)), self._nbytes)
-        slots, shift = self._slots[which] + begins, np.repeat(shift, np.diff(self._first))
+        slots, shift = (
+            self._slots[which] + begins,
+            np.repeat(shift, self._first[1:] - self._first[:-1]),
+        )
         return Runs(slots + shift[which], slots, nbytes[which]), [0, *stops.tolist()]
 
 
