@@ -20,6 +20,7 @@ from kvtier.daemon.answers import Failed, Joined, Resend
 from kvtier.daemon.frames import encode
 from kvtier.daemon.mapped import MappedArena
 from kvtier.daemon.messages import Bye, Hello, Message, Settle
+from kvtier.daemon.place import check_own
 from kvtier.daemon.tether import Tether
 from kvtier.daemon.up import Ask, Era, Seat, Up, resuming, stand_down
 from kvtier.daemon.waits import Waits
@@ -334,6 +335,7 @@ class Link:
 
     def _come_up(self, until: float) -> None:
         """Connect in time, say what still stands, and join again. Raises OSError, KvtierError."""
+        check_own(self.path)
         with contextlib.ExitStack() as undo:
             calls, welcome, fd = connect(self.path, self._hello(), until)
             undo.callback(calls.close)

@@ -272,14 +272,14 @@ def test_a_client_makes_nothing(short, monkeypatch, client, where):
     assert list(short.iterdir()) == []
 
 
-@pytest.mark.parametrize("client", [ask_for_status, bind_a_rank])
+@pytest.mark.parametrize("client", [ask_for_status, bind_a_rank, open_a_cache])
 def test_a_client_trusts_no_folder_that_others_may_write_to(short, monkeypatch, client):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
     runtime_folder().chmod(0o777)
     with pytest.raises(kvtier.ConfigError, match="is no folder of this user's alone"):
         client(None)
-    monkeypatch.setattr("kvtier.daemon.status.check_own", lambda _: None)
-    monkeypatch.setattr("kvtier.daemon.worker.check_own", lambda _: None)
+    for module in ("link", "status", "worker"):
+        monkeypatch.setattr(f"kvtier.daemon.{module}.check_own", lambda _: None)
     with pytest.raises(kvtier.ConfigError, match="no daemon answers at"):  # the twin asks there
         client(None)
 
