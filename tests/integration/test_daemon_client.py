@@ -15,8 +15,8 @@ import pytest
 
 from kvtier.daemon.link import Link
 from kvtier.errors import MisuseError
-from kvtier.testing.mortal import figure, serves, until
-from kvtier.testing.toy import BLOCK, CHUNK, Toy, pattern, prompt
+from kvtier.testing.mortal import Mortal, figure, serves, until
+from kvtier.testing.toy import BLOCK, CHUNK, Toy, dram, pattern, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
 OK = CopyResult(CopyStatus.OK)
@@ -126,10 +126,12 @@ def run(daemon, toy, seed: int, kills: set[int]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
-def test_the_server_may_be_killed_between_any_two_calls(durable, part):
-    toy = durable.open()
+def test_the_server_may_be_killed_between_any_two_calls(nursery, tmp_path, part):
+    """Of a new daemon each: one whose servers die again and again starts them ever later."""
     for number in range(part, STEPS, 4):
-        run(durable, toy, number, {number})
+        disk = f"lmdb:{tmp_path}/{number}?capacity=64MiB&durability=each"
+        with contextlib.closing(Mortal(nursery, dram(64), disk)) as daemon:
+            run(daemon, daemon.open(), number, {number})
 
 
 @pytest.mark.parametrize("seed", range(3))
