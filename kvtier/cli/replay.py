@@ -123,15 +123,14 @@ def replay(
     for name in ("prices", "always_load", "at_times"):
         if options[name]:
             raise ConfigError(f"--{name.replace('_', '-')} is of tiers: name them with --tier")
-    block = _block_bytes(options["bytes_per_token"], found[0].block_tokens(options["block_size"]))
-    sizes = _sizes(options["capacity_blocks"], options["capacity"], block)
-    if not sizes and not options["sweep"]:
+    each = [_sizes(options, source.block_tokens(options["block_size"])) for source in found]
+    if not each[0] and not options["sweep"]:
         raise ConfigError(
             "name capacities: --capacity-blocks 1000,10000, --capacity, --sweep, or a --tier"
         )
     replays: list[Replay] = []
     with progress() as tell:
-        for source in found:
+        for source, sizes in zip(found, each, strict=True):
             trace = read(source, options, tell)
             swept = _swept(trace.unique) if options["sweep"] else []
             points = sorted({*sizes, *swept})
@@ -150,7 +149,7 @@ def replay(
         draw(replays, Path(plot))
     if json_file != "-":
         for one in replays:
-            _show(one, block)
+            _show(one, _block_bytes(options["bytes_per_token"], one.block_tokens))
     if json_file is not None:
         write_report(encode(replays).decode() + "\n", json_file)
     return 0
@@ -161,10 +160,11 @@ def _swept(blocks: int) -> list[int]:
     return [max(blocks >> shift, 1) for shift in range(6, -1, -1)]
 
 
-def _sizes(blocks: str | None, capacity: str | None, block: int | None) -> list[int]:
-    """Return the capacities that were named, in blocks."""
+def _sizes(options: dict[str, Any], block_tokens: int) -> list[int]:
+    """Return the capacities that were named, in blocks of so many tokens."""
+    capacity, block = options["capacity"], _block_bytes(options["bytes_per_token"], block_tokens)
     found: list[int] = []
-    for text in _split(blocks):
+    for text in _split(options["capacity_blocks"]):
         if not text.isdecimal() or not 0 < int(text) < 1 << 31:
             raise ConfigError(f"--capacity-blocks takes numbers like 1000,10000, not {text!r}")
         found.append(int(text))

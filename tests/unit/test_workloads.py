@@ -308,3 +308,19 @@ def test_the_workloads_are_shown_with_all_that_they_take(command, capsys):
         assert f"\n{name}: " in shown
         for parameter, one in kind.parameters.items():
             assert f"  {parameter}={one.shown(one.default)} " in shown
+
+
+def test_a_capacity_in_bytes_is_as_many_blocks_as_each_trace_has_in_it(tmp_path, capsys):
+    """A file's blocks have 512 tokens here, and a workload's 256."""
+    file = tmp_path / "t.jsonl"
+    line = {"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}
+    file.write_text(json.dumps(line) + "\n")
+    size = ("--bytes-per-token", "1KiB", "--capacity", "1MiB,2MiB")
+    traces = (str(file), "workload:no-reuse?requests=9")
+    assert run(["replay", *traces, *size, "--policy", "lru", "--json", "-"]) == 0
+    reports = json.loads(capsys.readouterr().out)
+    blocks = [[result["capacity_blocks"] for result in one["results"]] for one in reports]
+    assert blocks == [[2, 4], [4, 8]]
+    assert run(["replay", *traces, *size, "--policy", "lru"]) == 0
+    told = capsys.readouterr().out
+    assert told.count("1 MiB") == told.count("2 MiB") == 2
