@@ -122,8 +122,8 @@ class Trace:
                 parent.append(above)
             elif parent[block] != above:
                 del parent[fresh:]
-                for late in [name for name, number in numbers.items() if number >= fresh]:
-                    del numbers[late]
+                while len(numbers) > fresh:
+                    numbers.popitem()  # the last that came
                 raise ConfigError(
                     f"hash_ids: {_shown(one)} stands behind another block than before"
                 )
