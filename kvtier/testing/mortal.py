@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -57,7 +58,8 @@ class Mortal:
     def close(self) -> None:
         """Close the engines, and end it."""
         for server in children(self.pid):
-            os.kill(server, signal.SIGCONT)
+            with contextlib.suppress(ProcessLookupError):  # it was killed, and another follows
+                os.kill(server, signal.SIGCONT)
         for toy in self.toys:
             toy.close()
         self._nursery.end(self.pid)

@@ -142,9 +142,9 @@ def _started(*descriptors: int) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, pass_fds=descriptors)  # noqa: S603  (this module itself)
 
 
-def shared_arena(capacity: int, part_bytes: Sequence[int]) -> Arena:
+def shared_arena(capacity: int, part_bytes: Sequence[int], *, nodes: Sequence[int] = ()) -> Arena:
     """Return what a Depot makes an Arena of, but of memory that ranks can map."""
-    return Arena(0, part_bytes, fd=sealed_memory(capacity))
+    return Arena(0, part_bytes, fd=sealed_memory(capacity), nodes=nodes)
 
 
 class _Rank:

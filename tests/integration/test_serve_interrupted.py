@@ -40,6 +40,7 @@ def heard(event, about):
         os._exit({WENT_ON})
 
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 sys.addaudithook(heard)
 if deaf:
     import kvtier.cli.interrupts
