@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from types import TracebackType
 from typing import Self
 
 __all__ = ["Beside"]
+
+SECONDS = 60.0
+"""Until it has answered; one that has not by then is killed."""
 
 
 class Beside:
@@ -27,13 +31,21 @@ class Beside:
         self.endpoint = f"http://127.0.0.1:{self.port}"
 
     def ask(self, text: str) -> str:
-        """Say a line, and return what it answers. Blocks."""
+        """Say a line, and return what it answers. Blocks, bounded. Raises RuntimeError."""
         self.process.stdin.write(text + "\n")
         self.process.stdin.flush()
         return self._said()
 
     def _said(self) -> str:
-        return self.process.stdout.readline().strip()
+        late = threading.Timer(SECONDS, self.process.kill)
+        late.start()
+        try:
+            said = self.process.stdout.readline().strip()
+        finally:
+            late.cancel()
+        if not said:
+            raise RuntimeError(f"{self.process.args[1]} has ended, or said nothing in {SECONDS} s")
+        return said
 
     def __enter__(self) -> Self:
         return self

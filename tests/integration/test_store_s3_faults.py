@@ -68,13 +68,14 @@ def test_a_failed_get_is_never_a_hit_and_returns_in_time(proxy, store, s3_open, 
     each = make_record(1, size)
     assert s3_open().write_many([each]) == [Status.OK]
     proxy.inject(fault, "GET")
-    began = time.monotonic()
+    asked, began = proxy.requests, time.monotonic()
     if fault in WHOLE:
         with pytest.raises(Unavailable):
             statuses(store, each)
     else:
         assert statuses(store, each) == [Status.FAILED]
     assert time.monotonic() - began < DEADLINE
+    assert 1 <= proxy.requests - asked <= ATTEMPTS
     proxy.inject(Fault.NONE)
     until_read(store, each)
 
@@ -84,10 +85,11 @@ def test_a_failed_put_is_never_visible(proxy, store, s3_open, s3_objects, fault)
     each = make_record(1, 3 * MIB)
     proxy.inject(fault, "PUT")
     for _ in range(2):
-        began = time.monotonic()
+        asked, began = proxy.requests, time.monotonic()
         with pytest.raises(Unavailable):
             store.write_many([each])
         assert time.monotonic() - began < DEADLINE
+        assert 1 < proxy.requests - asked <= 1 + ATTEMPTS, "a look, and the attempts"
     proxy.inject(Fault.NONE)
     assert s3_objects.listed() == []
     direct = s3_open()
