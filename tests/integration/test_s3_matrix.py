@@ -308,6 +308,19 @@ def test_every_fault_is_a_counted_miss_of_a_cache(proxy, toys, fault):
     proxy.inject(Fault.NONE)
 
 
+def settled(proxy: DelayProxy) -> int:
+    """Return how many requests came, once those that were under way are over.
+
+    Each of a call's is silent for so long at most, and the next of it follows at once.
+    """
+    asked, since = proxy.requests, time.monotonic()
+    while time.monotonic() < since + 2 * (CONNECT + READ):
+        if proxy.requests != asked:
+            asked, since = proxy.requests, time.monotonic()
+        time.sleep(0.01)
+    return asked
+
+
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.DENIED, Fault.HANG])
 def test_five_failed_calls_open_the_breaker_and_it_closes_when_the_server_is_back(
     proxy, toys, fault, monkeypatch
@@ -324,7 +337,7 @@ def test_five_failed_calls_open_the_breaker_and_it_closes_when_the_server_is_bac
         toy.load(f"bad-{failed}", prompt(TOKENS, next(number)))
         failed = toy.cache.metrics.get("tier_errors", tier="s3")
         assert time.monotonic() < began + HEAL_SECONDS
-    asked = proxy.requests
+    asked = settled(proxy)
     for turn in range(20):
         assert toy.load(f"open-{turn}", prompt(TOKENS, next(number)))[::2] == (0, True)
     tries = 1 + int((time.monotonic() - opened_at) / REST_SECONDS)
