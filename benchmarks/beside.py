@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from types import TracebackType
 from typing import Self
 
 __all__ = ["Beside"]
@@ -50,11 +49,6 @@ class Beside:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.process.stdin.close()
         self.process.wait(10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import itertools
 from collections.abc import Iterable, Sequence
-from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 from kvtier.catalog.pins import Pins
@@ -125,12 +124,7 @@ class Lease:
         """Return the lease."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Release, unless that was done inside."""
         if self.state is LeaseState.HELD:
             self._keeper.end_lease(self)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
-from types import TracebackType
 from typing import Final, Self
 
 from kvtier.daemon.place import clear_dead, rendezvous, runtime_folder
@@ -57,11 +56,6 @@ class PrivateDaemon:
         """Return the daemon."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Final, Self
 
 __all__ = ["CHAOS", "DelayProxy", "Fault"]
@@ -165,12 +165,7 @@ class DelayProxy:
             raise RuntimeError("the proxy did not start within 30 s")
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
         self._thread.join(30.0)
 

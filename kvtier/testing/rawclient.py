@@ -6,7 +6,6 @@ import contextlib
 import os
 import socket
 from pathlib import Path
-from types import TracebackType
 from typing import Self, TypeVar
 
 from kvtier.daemon.answers import Welcome
@@ -100,12 +99,7 @@ class RawClient:
         """Return the client."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close it."""
         self.close()
 

@@ -10,7 +10,6 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Final, Self
 
 import torch
@@ -67,12 +66,7 @@ class Served:
         """Return the engine."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it."""
         self.close()
 

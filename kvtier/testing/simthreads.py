@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from functools import partial
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, Final, Self, TypeVar
 from unittest import mock
 
@@ -273,12 +273,7 @@ class SimLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

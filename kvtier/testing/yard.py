@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Final, Self
 
 import msgspec
@@ -90,12 +89,7 @@ class Yard:
         process.stdin.flush()
         process.stdout.readline()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.listener.close()
         if self._process is not None:
             self._process.communicate(timeout=_START_SECONDS)  # it ends with its stdin
