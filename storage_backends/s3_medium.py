@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from kvtier.errors import Unavailable
-from kvtier.events import Causes
+from kvtier.events import Causes, note
 from kvtier.identity.record import Header, RecordId
 from kvtier.seams import IoPool
 from kvtier.storage_backends.s3_errors import ABSENT_CODES, contents, error_code, explain, weather
@@ -31,6 +31,7 @@ KEEPS_VERSIONS: Final = (
 )
 
 _TAKEN: Final = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
+_UNKNOWN: Final = frozenset({"501", "NotImplemented"})
 _GIGABYTE_USD: Final = 0.023  # a month, as of PRICES
 
 
@@ -100,15 +101,20 @@ class S3Medium:
 
     def remove(self, ids: Sequence[RecordId]) -> list[bool]:
         """See Medium. A thousand at most."""
+        from botocore.exceptions import ClientError
+
         keys = [self._key_of(name) for name in ids]
         try:
             answer = self._client.delete_objects(
                 Bucket=self._place.bucket,
                 Delete={"Objects": [{"Key": key} for key in keys], "Quiet": True},
             )
-        except weather():
+        except weather() as error:
+            note(explain(error))
             return [False] * len(keys)
-        failed = {error.get("Key") for error in answer.get("Errors", ())}
+        failed = {error.get("Key"): error for error in answer.get("Errors", ())}
+        if failed:
+            note(explain(ClientError({"Error": next(iter(failed.values()))}, "DeleteObjects")))
         return [key not in failed for key in keys]
 
     def keeps_versions(self) -> bool:
@@ -168,7 +174,10 @@ class S3Medium:
         return sum(won)
 
     def _put(self, name: str, body: bytes, **condition: str) -> bool:
-        """Write an object under a condition; False if that does not hold."""
+        """Write an object under a condition; False if that does not hold.
+
+        A server that refuses conditions is taken for one that ignores them.
+        """
         try:
             self._client.put_object(
                 Bucket=self._place.bucket, Key=self._place.prefix + name, Body=body, **condition
@@ -176,6 +185,8 @@ class S3Medium:
         except weather() as error:
             if error_code(error) in _TAKEN:
                 return False
+            if condition and error_code(error) in _UNKNOWN:
+                return self._put(name, body)
             raise Unavailable(f"s3://{self._place.bucket}: {explain(error)}") from error
         return True
 
@@ -190,6 +201,8 @@ class S3Medium:
             if error_code(error) in ABSENT_CODES:
                 return None
             raise Unavailable(f"s3://{self._place.bucket}: {explain(error)}") from error
+        if not {"LastModified", "ETag"} <= answer.keys():  # an error in a 200, perhaps
+            raise Unavailable(f"s3://{self._place.bucket}: the server did not answer with a claim")
         try:
             claim = msgspec.json.decode(body, type=_Claim)
         except msgspec.MsgspecError:  # somebody's, or of another version: it ends by its age

@@ -37,8 +37,8 @@ def gc(url: str, max_age: str | None, orphans_after: str, dry_run: bool, as_json
     To be run now and then, on one host; two at once do no harm. What goes are leaves, the ones
     written first before others, so that what is left can be used. Objects that are no records, and
     records of other versions, are counted and left alone. The exit status is 0 when all is as it
-    should be, 1 when the tier is still above its capacity or something could not be deleted, and 2
-    when nothing could be done.
+    should be, 1 when the tier is still above its capacity or something could not be read, or
+    deleted, and 2 when nothing could be done.
     """
     from dataclasses import asdict
 
@@ -76,7 +76,8 @@ def gc(url: str, max_age: str | None, orphans_after: str, dry_run: bool, as_json
     else:
         for line in _lines(found, dry_run=dry_run):
             click.echo(line)
-    return 1 if found.ended or found.unconfirmed or found.left_over_bytes else 0
+    short = found.ended or found.unconfirmed or found.unread or found.left_over_bytes
+    return 1 if short else 0
 
 
 def _opened(tier: TierConfig) -> Store:
@@ -102,6 +103,7 @@ def _lines(found: Collected, *, dry_run: bool) -> list[str]:
     for count, what in (
         (found.strangers, "objects are no records, and were left alone"),
         (found.unreadable, "records are spoilt or of another version, and were left alone"),
+        (found.unread, "records could not be read, so that no orphans were looked for; try again"),
         (found.unconfirmed, "records could not be deleted"),
     ):
         if count:

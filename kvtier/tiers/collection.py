@@ -3,7 +3,8 @@
 Leaves go first, so that what is left is always servable: a record goes only after all that hang
 under it. A pack counts as one record. What cannot be reached from a prompt's first chunk is an
 orphan; it goes too, once it is old enough that nobody is still writing what it hangs under. What
-is no record of this version is counted, and left alone.
+is no record of this version is counted, and left alone. Where something could not be read, or is of
+a later version, others may hang under it that seem to hang under nothing: no orphan goes then.
 
 Nothing here has to be exclusive: two collections at once delete the same things. A claim on the
 medium keeps them from doing the work twice.
@@ -11,22 +12,30 @@ medium keeps them from doing the work twice.
 
 from __future__ import annotations
 
+import functools
 import heapq
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, Protocol, runtime_checkable
+from typing import Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from kvtier.clock import Clock, monotonic
 from kvtier.codecs.known import KNOWN
+from kvtier.errors import Unavailable
+from kvtier.events import noted
 from kvtier.identity.record import FIRST_PLUG_IN, KEY_BYTES, Header, RecordId
 from kvtier.tiers.pack import CODEC_PACK, CODEC_SIZED_PACK, order_of, unpacked_id
 from kvtier.tiers.store import Span, Status
 
 __all__ = ["Collectable", "Collected", "Found", "Kept", "Listed", "Medium", "choose", "collect"]
 
+A = TypeVar("A")
+Listing = tuple[RecordId, int, float]  # a record's name, its size and its age
+
 _BATCH: Final = 1000  # as many as S3 lists, and deletes, by one request
 _HEADERS: Final = 256
 _LISTED: Final = 1 << 12  # objects of a step
+_TRIES: Final = 3  # at what a medium fails to read: a server in bad weather fails some of many
 
 CLAIM_SECONDS: Final = 120.0
 """How long a claim lasts that is not renewed; it is renewed four times as often."""
@@ -64,7 +73,10 @@ class Medium(Protocol):
         ...
 
     def remove(self, ids: Sequence[RecordId]) -> list[bool]:
-        """Delete records without asking whether they are there; say which are gone."""
+        """Delete records without asking whether they are there; say which are gone.
+
+        Why the others are not is noted, see ``events``.
+        """
         ...
 
     def claim(self, seconds: float) -> bool:
@@ -121,8 +133,9 @@ class Collected:
     """What was found and done. Sizes are bytes; removed: objects, by why they went.
 
     overshoot_bytes: above the capacity, before. strangers: objects that are no records; unreadable:
-    records of another version, or spoilt. ended: why it ended early, if it did. requests: by kind;
-    request_usd, month_usd: by the prices of S3 Standard in us-east-1.
+    records of another version, or spoilt; unread: those that the medium failed to read. newer: if
+    any is of a later version. ended: why it ended early, if it did. requests: by kind; request_usd,
+    month_usd: by the prices of S3 Standard in us-east-1.
     """
 
     objects: int = 0
@@ -130,6 +143,8 @@ class Collected:
     overshoot_bytes: int = 0
     strangers: int = 0
     unreadable: int = 0
+    unread: int = 0
+    newer: bool = False
     removed: dict[str, int] = field(default_factory=dict)
     removed_bytes: int = 0
     unconfirmed: int = 0
@@ -172,6 +187,8 @@ def collect(
 
     try:
         records = _look(medium, out, step)
+        if out.unread or out.newer:
+            kept = kept._replace(orphan_age_s=math.inf)
         doomed = choose(records, kept)
         _remove(medium, records, doomed, out, step, dry_run=dry_run)
     except _TakenOverError:
@@ -205,17 +222,47 @@ def _look(medium: Medium, out: Collected, step: Callable[[str, int, int], None])
         out.nbytes += one.nbytes
         listed.append((one.id, one.nbytes, one.age_s))
     found: list[Found] = []
-    for start in range(0, len(listed), _HEADERS):
-        lot = listed[start : start + _HEADERS]
-        step("look", start, len(listed))
+
+    def look(lot: Sequence[Listing]) -> list[Listing]:
+        failed = []
         headers = medium.headers([name for name, _, _ in lot])
-        for (name, nbytes, age_s), header in zip(lot, headers, strict=True):
-            if isinstance(header, Header) and _readable(header):
+        for one, header in zip(lot, headers, strict=True):
+            name, nbytes, age_s = one
+            if header is Status.FAILED:
+                failed.append(one)
+            elif isinstance(header, Header) and _readable(header):
                 own = (unpacked_id(name),)
                 found.append(Found(name, nbytes, age_s, header.depth, header.parent, own))
             elif header is not Status.ABSENT:
                 out.unreadable += 1
-    return _with_members(medium, found, step)
+                out.newer |= header is Status.NEWER or isinstance(header, Header)
+        return failed
+
+    out.unread = len(_read(listed, look, functools.partial(step, "look")))
+    out.unread += _with_members(medium, found, functools.partial(step, "look into packs"))
+    return found
+
+
+def _read(
+    items: Sequence[A], read: Callable[[Sequence[A]], list[A]], step: Callable[[int, int], None]
+) -> list[A]:
+    """Read all items, those that failed again; return what could not be read.
+
+    read: reads some, and returns those that failed. Raises Unavailable when nobody answers.
+    """
+    left = list(items)
+    for turn in range(_TRIES):
+        failed: list[A] = []
+        for start in range(0, len(left), _HEADERS):
+            step(start, len(left))
+            try:
+                failed += read(left[start : start + _HEADERS])
+            except Unavailable:  # it says so also where all that failed before fails again
+                if not turn:
+                    raise
+                return failed + left[start:]
+        left = failed
+    return left
 
 
 def _readable(header: Header) -> bool:
@@ -223,10 +270,11 @@ def _readable(header: Header) -> bool:
     return header.codec in (*KNOWN, CODEC_PACK, CODEC_SIZED_PACK) or header.codec >= FIRST_PLUG_IN
 
 
-def _with_members(
-    medium: Medium, found: list[Found], step: Callable[[str, int, int], None]
-) -> list[Found]:
-    """Read what parts are in the packs in which the parents of others may lie."""
+def _with_members(medium: Medium, found: list[Found], step: Callable[[int, int], None]) -> int:
+    """Read what parts are in the packs in which the parents of others may lie.
+
+    Returns of how many that could not be read.
+    """
     ends = {one.members[0] for one in found}
     depths = {one.depth - 1 for one in found if one.parent and one.parent not in ends}
     wanted = [
@@ -235,21 +283,23 @@ def _with_members(
         if order_of(one.id)
         and any(depth in depths for depth in range(one.depth, one.depth + (1 << order_of(one.id))))
     ]
-    for start in range(0, len(wanted), _HEADERS):
-        lot = wanted[start : start + _HEADERS]
-        step("look into packs", start, len(wanted))
+
+    def look(lot: Sequence[int]) -> list[int]:
         tables = [bytearray(KEY_BYTES << order_of(found[at].id)) for at in lot]
         spans = [
             Span(found[at].id, 0, [memoryview(table)])
             for at, table in zip(lot, tables, strict=True)
         ]
-        for at, table, status in zip(lot, tables, medium.read_spans(spans), strict=True):
+        statuses = medium.read_spans(spans)
+        for at, table, status in zip(lot, tables, statuses, strict=True):
             if status is Status.OK:
                 tail = unpacked_id(found[at].id)[KEY_BYTES:]
                 keys = range(0, len(table), KEY_BYTES)
                 members = [bytes(table[key : key + KEY_BYTES]) + tail for key in keys]
                 found[at] = found[at]._replace(members=members)
-    return found
+        return [at for at, status in zip(lot, statuses, strict=True) if status is Status.FAILED]
+
+    return len(_read(wanted, look, step))
 
 
 def choose(records: Sequence[Found], kept: Kept) -> list[tuple[int, str]]:
@@ -334,6 +384,7 @@ def _remove(
         step("remove", start, len(doomed))
         lot = doomed[start : start + _BATCH]
         names = [records[at].id for at, _ in lot]
+        noted()  # of what was read
         gone = [True] * len(lot) if dry_run else medium.remove(names)
         for (at, reason), confirmed in zip(lot, gone, strict=True):
             if confirmed:
@@ -342,5 +393,6 @@ def _remove(
             else:
                 out.unconfirmed += 1
         if not all(gone):  # what hangs there must not lose what it hangs under
-            out.ended = "not everything could be deleted"
+            why = noted()
+            out.ended = "not everything could be deleted" + (f": {why}" if why else "")
             return

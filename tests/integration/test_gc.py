@@ -6,9 +6,12 @@ import json
 import threading
 
 import pytest
+from botocore.awsrequest import AWSResponse
 
 from kvtier.cli.main import run
+from kvtier.events import noted
 from kvtier.storage_backends.s3_medium import CLAIM
+from kvtier.storage_backends.s3_send import _Held
 from kvtier.testing.proxy import DelayProxy, Fault
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, dram, opened, prompt
 
@@ -120,6 +123,92 @@ def test_a_claim_of_one_that_died_is_taken_over(capsys, written, s3_server, s3_l
     s3_server.client().put_object(**claim, Body=body % b"-1")
     status, found = gc(capsys, url)
     assert (status, listed(s3_server, s3_location)) == (0, [])
+
+
+@pytest.fixture
+def proxy(s3_server):
+    with DelayProxy(s3_server.port) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.LESS])
+def test_the_tail_of_a_head_that_cannot_be_read_is_no_orphan(
+    capsys, written, s3_server, s3_location, proxy, fault
+):
+    bucket, _, prefix = s3_location.removeprefix("//").partition("/")
+    sizes = s3_server.client().list_objects_v2(Bucket=bucket, Prefix=prefix)["Contents"]
+    head = max(sizes, key=lambda each: each["Size"])["Key"]
+    url = f"{written.replace(s3_server.endpoint, proxy.endpoint)}&capacity=unbounded"
+    proxy.inject(fault, f"GET /{bucket}/{head}", other=b"?" * 1000)
+    status, found = gc(capsys, url, "--orphans-after", "0s")
+    assert (status, found["unread"], found["removed"]) == (1, 1, {})
+    assert len(listed(s3_server, s3_location)) == len(sizes)
+    proxy.inject(Fault.NONE)
+    status, found = gc(capsys, url, "--orphans-after", "0s")
+    assert (status, found["unread"], found["removed"]) == (0, 0, {})
+
+
+@pytest.mark.parametrize(
+    ("fault", "verb", "says"),
+    [
+        (
+            Fault.DENIED,
+            "POST",
+            "not everything could be deleted: DeleteObjects was answered by Acc",
+        ),
+        (
+            Fault.XML_ERROR,
+            "POST",
+            "not everything could be deleted: DeleteObjects was answered by ",
+        ),
+        (Fault.DENIED, "PUT", "PutObject was answered by AccessDenied, injected; let these cred"),
+        (Fault.XML_ERROR, "GET", "the server did not answer with a claim"),
+    ],
+)
+def test_why_nothing_could_be_collected_is_said(
+    capsys, written, s3_server, s3_location, proxy, fault, verb, says
+):
+    before = len(listed(s3_server, s3_location))
+    url = f"{written.replace(s3_server.endpoint, proxy.endpoint)}&capacity=1B"
+    place = s3_location if verb == "POST" else f"{s3_location}/{CLAIM}"
+    if verb == "GET":  # it is looked at where another one may be collecting
+        claim = place.removeprefix("//").partition("/")
+        s3_server.client().put_object(Bucket=claim[0], Key=claim[2], Body=b"{}")
+        before += 1
+    proxy.inject(fault, verb if verb == "POST" else f"{verb} {place.removeprefix('/')}")
+    status, found = gc(capsys, url)
+    assert status == (1 if "ended" in found else 2)
+    assert says in found.get("ended", found.get("error", ""))
+    assert len(listed(s3_server, s3_location)) == before
+
+
+def test_what_may_not_be_deleted_one_by_one_is_said_too(s3_open, monkeypatch):
+    """As a bucket's policy, or a lock on objects, may have it: S3 answers for each."""
+    medium = s3_open().medium()
+    errors = [{"Key": medium._key_of(b"b" * 42), "Code": "AccessDenied", "Message": "it is locked"}]
+    monkeypatch.setattr(medium._client, "delete_objects", lambda **_: {"Errors": errors})
+    assert medium.remove([b"a" * 42, b"b" * 42]) == [True, False]
+    assert "AccessDenied, it is locked; let these credentials" in noted()
+
+
+def test_a_server_that_refuses_conditions_is_taken_for_one_that_ignores_them(s3_open):
+    """Such are there: they answer 501 to a PUT that has one."""
+    store = s3_open()
+    asked = []
+
+    def answer(request, **_):
+        if not {"If-None-Match", "If-Match"} & request.headers.keys():
+            return None
+        asked.append(request.url)
+        body = b"<Error><Code>NotImplemented</Code><Message>no</Message></Error>"
+        return AWSResponse(request.url, 501, {}, _Held(body))
+
+    store._client.meta.events.register_first("before-send.s3.PutObject", answer)
+    medium, other = store.medium(), store.medium()
+    assert [medium.claim(60), other.claim(60)] == [True, True]
+    assert asked
+    assert medium.race(4) == 4, "which the doctor calls limited"
+    other.release()
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvtier.clock import Clock, monotonic
+from kvtier.errors import Unavailable
+from kvtier.events import note
 from kvtier.identity.record import Header, Part, record_id
 from kvtier.tiers import collection as module
 from kvtier.tiers.collection import Collected, Found, Kept, Listed, choose, collect
@@ -98,7 +100,10 @@ def test_what_hangs_under_the_middle_of_a_pack_keeps_the_pack():
 
 
 class Shelf:
-    """A medium in memory. other: who else has claimed it; refuses: what it keeps."""
+    """A medium in memory. other: who else has claimed it; refuses: what it keeps.
+
+    fails: how often a read of a record fails.
+    """
 
     def __init__(self, records: Sequence[Write], age_s: float = 2 * HOUR) -> None:
         self.records = {record.header.id: record for record in records}
@@ -109,6 +114,7 @@ class Shelf:
         self.claims = 0
         self.refuses: set[bytes] = set()
         self.spoilt: set[bytes] = set()
+        self.fails: dict[bytes, int] = {}
 
     def listed(self) -> Iterator[Listed]:
         for key, record in self.records.items():
@@ -116,18 +122,30 @@ class Shelf:
         yield from [Listed(None, 7, self.age_s)] * self.strangers
 
     def headers(self, ids: Sequence[bytes]) -> list[Header | Status]:
-        return [Status.CORRUPT if one in self.spoilt else self.records[one].header for one in ids]
+        if all(self.fails.get(one) for one in ids):
+            raise Unavailable("none of them could be read")
+        return [self._failure(one) or self.records[one].header for one in ids]
+
+    def _failure(self, key: bytes) -> Status | None:
+        if self.fails.get(key):
+            self.fails[key] -= 1
+            return Status.FAILED
+        return Status.CORRUPT if key in self.spoilt else None
 
     def read_spans(self, spans: Sequence[Span]) -> list[Status]:
+        if all(self.fails.get(span.id) for span in spans):
+            raise Unavailable("none of them could be read")
         for key, start, (into,), _ in spans:
             into[:] = self.records[key].data[start : start + len(into)]
-        return [Status.OK] * len(spans)
+        return [self._failure(span.id) or Status.OK for span in spans]
 
     def remove(self, ids: Sequence[bytes]) -> list[bool]:
         gone = [one not in self.refuses for one in ids]
         for one, removed in zip(ids, gone, strict=True):
             if removed:
                 self.records.pop(one, None)
+            else:
+                note("it is not to go")
         return gone
 
     def claim(self, seconds: float) -> bool:
@@ -183,6 +201,44 @@ def test_strangers_and_what_is_spoilt_or_of_another_version_stay():
     assert (out.strangers, out.unreadable, dict(out.removed)) == (3, 2, {"capacity": 2})
     assert set(shelf.records) == {name(20), name(21)}
     assert out.left_over_bytes == out.left_bytes == 200
+
+
+@pytest.mark.parametrize("failures", [1, 1000])
+def test_what_hangs_under_what_could_not_be_read_is_no_orphan(failures):
+    """A server in bad weather fails some of many reads: their tails must not go for that."""
+    packed = pack(chain(0, 4), 2)
+    tables = [packed, record(9, 1, 2), pack(chain(4, 8), 2), record(10, 5, 6)]
+    for records, key in ((chain(0, 6), name(2)), (tables, packed.header.id)):
+        shelf = Shelf(records)
+        shelf.fails = {key: failures}
+        out = run(shelf)
+        assert (out.unread, dict(out.removed)) == (int(failures > 1), {})
+        shelf.fails = {}
+        shelf.records[name(30)] = record(30, 29, 7)
+        assert dict(run(shelf).removed) == {"orphan": 1}, "once all is read, orphans go"
+
+
+def test_when_nothing_can_be_read_that_is_said():
+    shelf = Shelf(chain(0, 6))
+    shelf.fails = dict.fromkeys(shelf.records, 1)
+    with pytest.raises(Unavailable):
+        run(shelf)
+
+
+def test_twin_tried_no_more_and_taken_for_absent_its_tail_would_go(monkeypatch):
+    monkeypatch.setattr(module, "_TRIES", 1)
+    monkeypatch.setattr(Kept, "_replace", lambda kept, **_: kept)
+    shelf = Shelf(chain(0, 6))
+    shelf.fails = {name(2): 1}
+    assert dict(run(shelf).removed) == {"orphan": 3}
+
+
+def test_what_hangs_under_a_record_of_a_later_version_is_no_orphan():
+    later = record(2, 1, 2, codec=CODEC_SIZED_PACK + 1)
+    shelf = Shelf([*chain(0, 2), later, *chain(3, 6)])
+    assert dict(run(shelf).removed) == {}
+    del shelf.records[name(2)]
+    assert dict(run(shelf).removed) == {"orphan": 3}, "its tail would be, if it was not there"
 
 
 def test_overshoot_and_money_are_told():
@@ -241,7 +297,7 @@ def test_what_could_not_be_deleted_keeps_what_it_hangs_under(monkeypatch):
     shelf = Shelf(chain(0, 6))
     shelf.refuses = {name(4)}
     out = run(shelf, Kept(0, None, HOUR))
-    assert (out.unconfirmed, out.ended) == (1, "not everything could be deleted")
+    assert (out.unconfirmed, out.ended) == (1, "not everything could be deleted: it is not to go")
     assert sorted(shelf.records) == sorted(name(at) for at in range(5))
     shelf.refuses = set()
     out = run(shelf, Kept(0, None, HOUR))
