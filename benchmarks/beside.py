@@ -7,8 +7,6 @@ import sys
 import threading
 from typing import Self
 
-__all__ = ["Beside"]
-
 SECONDS = 60.0
 """Until it has answered; one that has not by then is killed."""
 

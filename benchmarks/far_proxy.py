@@ -12,8 +12,6 @@ from beside import Beside
 
 from kvtier.testing.proxy import DelayProxy, Fault
 
-__all__ = ["FarProxy"]
-
 _MOST_WAITING = 5000
 _DROPPED_SECONDS = 0.2
 

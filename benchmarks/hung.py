@@ -21,8 +21,6 @@ import kvtier
 from kvtier.testing.proxy import Fault
 from kvtier.testing.seaweed import SeaweedServer
 
-__all__ = ["hangs"]
-
 SECONDS = 0.2  # that a call may take
 LOCAL, FEW = 64, 8  # chunks of a prompt
 NVME_HITS, DRAM_HITS = 200, 5  # hits a round: in NVMe, and in DRAM after each of them

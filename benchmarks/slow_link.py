@@ -9,8 +9,6 @@ import time
 
 from beside import Beside
 
-__all__ = ["SlowLink"]
-
 PIECE = 64 << 10
 
 

@@ -9,8 +9,6 @@ from typing import Any
 import kvtier
 from kvtier.transfer import CopyResult, CopyStatus
 
-__all__ = ["BLOCK", "WIDE", "Found", "note", "opened", "save", "saved"]
-
 BLOCK = 16
 MOST_CHUNKS = 4096
 TINY = kvtier.Namespace(

@@ -42,18 +42,6 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "MISS",
-    "PENDING",
-    "Connector",
-    "Landing",
-    "Leaving",
-    "Loaded",
-    "Match",
-    "Places",
-    "Update",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Match:

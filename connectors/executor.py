@@ -9,8 +9,6 @@ from kvtier.copyplan import CopyPlan
 from kvtier.device.base import Device, Fence
 from kvtier.transfer import CopyTransfer
 
-__all__ = ["Executor", "LayersLanding"]
-
 _STALL_SECONDS: Final = 0.25
 """For which a step stands still for one group of layers: at 20 GB/s, 5 GB of it."""
 

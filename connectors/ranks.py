@@ -23,8 +23,6 @@ from kvtier.device.base import Device, Fence
 from kvtier.errors import ProtocolError
 from kvtier.transfer import CopyStatus, CopyTransfer
 
-__all__ = ["Channel", "RankCopies", "RankedPages"]
-
 _LENGTH: Final = struct.Struct("<I")
 _SEND_SECONDS: Final = 5.0
 

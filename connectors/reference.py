@@ -29,8 +29,6 @@ from kvtier.identity.namespace import Request
 from kvtier.prefix import Prefix
 from kvtier.transfer import CopyResult, CopyStatus, CopyTransfer, FetchTransfer, LeavingTransfer
 
-__all__ = ["ReferenceConnector"]
-
 _FETCH_SECONDS: Final = 5.0
 _LEASE_SECONDS: Final = 30.0
 _CLOSE_SECONDS: Final = 10.0

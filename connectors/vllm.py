@@ -45,8 +45,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (  # noqa: E402
 from vllm.logger import init_logger  # noqa: E402
 from vllm.v1.metrics.cache_hit_source import CacheHitSource  # noqa: E402
 
-__all__ = ["KvtierConnector"]
-
 _log = init_logger("vllm.kvtier")  # what vLLM shows, from its own name on
 _PURGE_SECONDS: Final = 60.0
 

@@ -6,8 +6,6 @@ from typing import Any
 
 from kvtier.connectors.vllm_step import Ended, StepPlans
 
-__all__ = ["AbsentSide"]
-
 
 class AbsentSide:
     """Stands where ``SchedulerSide`` or ``WorkerSide`` does, and moves nothing."""

@@ -9,8 +9,6 @@ from typing import Any, Final
 from kvtier.daemon.address import SCHEME
 from kvtier.errors import ConfigError
 
-__all__ = ["SUPPORTED", "apart", "check_alone", "check_version", "checked_tiers", "register"]
-
 SUPPORTED: Final = ("0.32",)
 """Versions whose connector interface was read and whose cases were run: see ``make engines``."""
 

@@ -15,8 +15,6 @@ from kvtier.clock import Clock, monotonic
 from kvtier.metrics import TABLE, parsed
 from kvtier.seams import Future, IoPool
 
-__all__ = ["Changes", "Exported", "Watched"]
-
 _SECONDS: Final = 5.0  # between two looks
 _END_SECONDS: Final = 1.0
 _SHOWN: Final = ("kvtier_match_tokens_total", "kvtier_hit_tokens_total", "kvtier_tier_errors_total")

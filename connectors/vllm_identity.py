@@ -14,8 +14,6 @@ from kvtier.errors import ConfigError, unknown
 from kvtier.identity.geometry import Component, Geometry, Needs, chunk_tokens_for
 from kvtier.identity.namespace import Namespace, Request, Span
 
-__all__ = ["OPTIONS", "Identities", "namespace_for"]
-
 _log = logging.getLogger("kvtier")
 
 OPTIONS: Final = ("tiers", "chunk_tokens", "tenant", "revision", "optional")

@@ -33,8 +33,6 @@ from kvtier.identity.geometry import Needs
 from kvtier.identity.namespace import Request
 from kvtier.transfer import CopyTransfer
 
-__all__ = ["SchedulerSide"]
-
 _ABSENT: Final = -1
 _NULL: Final = 0  # vLLM's block that stands for one that a window has left behind
 _NEVER: Final = sys.maxsize

@@ -19,8 +19,6 @@ from kvtier.device.cpu import CpuDevice
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.namespace import Namespace
 
-__all__ = ["ApartPlace", "Place", "Seat", "SharedPlace", "open_for", "open_or_absent", "take_seat"]
-
 _log = logging.getLogger("kvtier")
 _BIND_SECONDS: Final = 30.0
 

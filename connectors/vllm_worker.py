@@ -13,8 +13,6 @@ from kvtier.copyplan import CopyPlan
 from kvtier.errors import ConfigError, ProtocolError
 from kvtier.transfer import CopyStatus, CopyTransfer
 
-__all__ = ["WorkerSide"]
-
 _log = logging.getLogger("kvtier")
 _SLOW_SECONDS: Final = 10.0
 _IDLE_SECONDS: Final = 0.003

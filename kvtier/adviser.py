@@ -21,8 +21,6 @@ from kvtier.identity.shape import Shape
 from kvtier.prefix import Prefix
 from kvtier.seams import Future
 
-__all__ = ["Adviser"]
-
 _ASK_SECONDS: Final = 1.0  # until what is asked in the background has been answered
 _PROBE_CHUNKS: Final = 4
 _PROBE_SECONDS: Final = 10.0

@@ -21,8 +21,6 @@ from kvtier.tiers.pack import Run, pack_id
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Tier
 
-__all__ = ["Asking"]
-
 _ASK_SECONDS: Final = 1.0  # that a look-up has, though its fetch has less: the next has the answer
 _ENDS: Final = 32  # chunks before the end of a prefix, where windows and states are looked for
 

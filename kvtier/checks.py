@@ -13,16 +13,6 @@ from typing import Any, Final
 
 from kvtier.errors import KvtierError, MisuseError
 
-__all__ = [
-    "check_ahead",
-    "check_first",
-    "check_kind",
-    "check_seconds",
-    "check_wait",
-    "check_whole",
-    "is_number",
-]
-
 _SHOWN: Final = 80  # characters of what was passed that an error repeats
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Clock", "epoch", "monotonic"]
-
 Clock = Callable[[], float]
 """Seconds since an arbitrary moment; never goes back."""
 

@@ -28,16 +28,6 @@ from kvtier.units import parse_bytes, parse_fraction, parse_seconds
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = [
-    "ADMISSIONS",
-    "Config",
-    "TierConfig",
-    "load_store",
-    "parse_options",
-    "parse_tier",
-    "store_types",
-]
-
 ADMISSIONS: Final = ("through", "second-touch", "on-evict", "auto")
 _LEAVING: Final = ("policy", "ttl")
 _DRAM_OPTIONS: Final = (*_LEAVING, "numa")

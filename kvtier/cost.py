@@ -14,8 +14,6 @@ from typing import Final, Literal, NamedTuple, get_args
 from kvtier.clock import Clock
 from kvtier.cut import Ahead, Speed, best_cut, middle, slowest
 
-__all__ = ["CHOICES", "LEAST_SPAN", "Advice", "Costs", "Line", "Prefill", "Reading"]
-
 _OLD: Final = 0.7
 """What an observation of a tier still weighs when the next one comes: weather changes fast."""
 

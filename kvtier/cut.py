@@ -18,8 +18,6 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-__all__ = ["Ahead", "Speed", "best_cut", "middle", "slowest"]
-
 _FEWEST_TO_MEET: Final = 2
 """Chunks of which one is computed while the other is loaded."""
 

@@ -12,8 +12,6 @@ import math
 import threading
 from collections.abc import Iterator
 
-__all__ = ["NEVER", "Deadline", "current", "under"]
-
 
 class Deadline:
     """A moment of the monotonic clock, in seconds. Safe from any thread.

@@ -27,8 +27,6 @@ from kvtier.seams import CancelledError, Flow
 from kvtier.tiers.unopened import UnopenedStore
 from kvtier.units import format_bytes, format_least
 
-__all__ = ["Depot"]
-
 _CLOSE_SECONDS: Final = 30.0
 _SAID: Final = 500  # characters of a cause
 

@@ -22,8 +22,6 @@ from kvtier.prefix import Prefix
 from kvtier.retention import Term
 from kvtier.seams import Future
 
-__all__ = ["Desk", "Health", "Issued", "Match", "Reserved"]
-
 
 @dataclass(frozen=True, slots=True)
 class Match:

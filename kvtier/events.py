@@ -12,8 +12,6 @@ from typing import Final
 
 from kvtier.clock import Clock
 
-__all__ = ["Causes", "Reporter", "note", "noted"]
-
 _QUIET_SECONDS: Final = 10.0
 _MAX_CAUSES: Final = 256
 _COUNTED_CAUSES: Final = 64

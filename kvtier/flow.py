@@ -31,8 +31,6 @@ from kvtier.prefix import Prefix
 from kvtier.seams import Flow, Future, IoPool
 from kvtier.tiers.tier import Tier
 
-__all__ = ["Moves", "Saved"]
-
 _log = logging.getLogger("kvtier")
 _HASH_THREADS: Final = 1
 _EXPIRE_SECONDS: Final = 0.25

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["gpu_index", "gpu_node", "gpu_title", "torch_for_gpu"]
-
 _PCI: Final = Path("/sys/bus/pci/devices")
 _NAME: Final = re.compile(r"cuda(?::(0|[1-9]\d{0,3}))?")
 

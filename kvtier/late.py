@@ -14,8 +14,6 @@ from kvtier.opening import listed
 from kvtier.tiers.tier import Tier
 from kvtier.tiers.unopened import AGAIN_SECONDS, UnopenedStore
 
-__all__ = ["open_late"]
-
 T = TypeVar("T")
 
 

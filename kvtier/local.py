@@ -23,8 +23,6 @@ from kvtier.prefix import Prefix
 from kvtier.retention import Term
 from kvtier.seams import CancelledError, Future
 
-__all__ = ["LocalDesk"]
-
 T = TypeVar("T")
 
 _LOOKED_AT: Final = 64  # chunks that explain looks at under one lock

@@ -13,8 +13,6 @@ from typing import Final, Literal
 
 from kvtier.errors import MisuseError
 
-__all__ = ["TABLE", "Metric", "Metrics", "exposition", "parsed"]
-
 _LABEL: Final = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _ESCAPED: Final = re.compile(r"\\(.)")
 

@@ -28,8 +28,6 @@ from kvtier.units import format_bytes, format_least
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["check_room", "index_tiers", "listed", "open_tiers"]
-
 
 def open_tiers(
     config: Config,

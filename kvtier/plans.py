@@ -19,8 +19,6 @@ from kvtier.prefix import Namer, Prefix
 from kvtier.retention import Retention, terms
 from kvtier.transfer import CopyResult, CopyStatus
 
-__all__ = ["ABSENT", "BlockTable", "Plans"]
-
 ABSENT: Final = -1
 """In a block table: the engine has no such block, or needs none."""
 

@@ -17,8 +17,6 @@ from kvtier.identity.record import RecordId, record_id
 from kvtier.identity.shape import NO_PARENT, Shape
 from kvtier.retention import Term
 
-__all__ = ["Namer", "Prefix"]
-
 _PLAIN: Final = Request()
 _USUAL: Final = Term()
 

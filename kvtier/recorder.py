@@ -30,8 +30,6 @@ from kvtier.metrics import Metrics
 from kvtier.prefix import Prefix
 from kvtier.seams import CancelledError, Flow, IoPool, ThreadFlow, drawn
 
-__all__ = ["RECORD_BYTES", "Recorder", "Recording"]
-
 RECORD_BYTES: Final = 64 << 20
 """Bytes of a file after which the next one begins."""
 

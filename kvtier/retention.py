@@ -10,8 +10,6 @@ from typing import Final, NamedTuple
 from kvtier.checks import check_kind, check_whole, is_number
 from kvtier.errors import ConfigError, MisuseError
 
-__all__ = ["Retention", "Term", "terms"]
-
 _LOWEST: Final = -100
 _HIGHEST: Final = 100
 

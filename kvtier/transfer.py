@@ -19,16 +19,6 @@ from kvtier.clock import monotonic
 from kvtier.device.base import Fence
 from kvtier.seams import CancelledError, Future
 
-__all__ = [
-    "CopyResult",
-    "CopyStatus",
-    "CopyTransfer",
-    "FetchTransfer",
-    "LeavingTransfer",
-    "PrefetchTransfer",
-    "group_layers",
-]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("kvtier")

@@ -8,15 +8,6 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = [
-    "format_bytes",
-    "format_least",
-    "format_seconds",
-    "parse_bytes",
-    "parse_fraction",
-    "parse_seconds",
-]
-
 _BYTES: Final = {
     "b": 1,
     "kib": 1 << 10,

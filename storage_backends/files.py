@@ -41,8 +41,6 @@ from kvtier.storage_backends.files_usage import NAME, OVERHEAD, SHELVES, Usage, 
 from kvtier.storage_backends.slab import NO_ROOM
 from kvtier.tiers.store import Capabilities, Option, Read, Span, Status, Write, unusable
 
-__all__ = ["FilesStore"]
-
 A = TypeVar("A")
 T = TypeVar("T")
 

@@ -12,8 +12,6 @@ from kvtier.errors import ConfigError
 from kvtier.storage_backends.files_folder import Folder
 from kvtier.storage_backends.slab_directory import config_error
 
-__all__ = ["check_made", "directory_of", "prepare", "refusal"]
-
 _FORMAT: Final = b"kvtier files store, format 1\n"
 
 

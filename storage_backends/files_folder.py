@@ -17,8 +17,6 @@ from typing import Any, Final
 
 from kvtier.errors import Unavailable
 
-__all__ = ["GONE", "Folder"]
-
 GONE: Final = (errno.ENOENT, errno.ESTALE)
 """What a filesystem says of a file that is not there, or that another host removed meanwhile."""
 

@@ -18,8 +18,6 @@ from kvtier.storage_backends.files_usage import DRAFT, SHELVES, footprint, lock
 from kvtier.tiers.collection import Listed
 from kvtier.tiers.store import Span, Status
 
-__all__ = ["FilesMedium"]
-
 _CLAIM: Final = "collection"
 """The file whose lock is the claim: the filesystem drops it with its process."""
 

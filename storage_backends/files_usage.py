@@ -26,8 +26,6 @@ from kvtier.errors import ConfigError, Unavailable
 from kvtier.identity.record import HEADER_BYTES, checksum
 from kvtier.storage_backends.files_folder import Folder
 
-__all__ = ["DRAFT", "NAME", "OVERHEAD", "SHELVES", "Usage", "footprint", "lock"]
-
 OVERHEAD: Final = 2 << 20
 """Bytes charged for the directories and the small files, whatever the records."""
 

@@ -43,8 +43,6 @@ from kvtier.tiers.stock import Stock
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 from kvtier.tiers.survey import Purged, Survey, Tell, Verdict
 
-__all__ = ["LmdbSlabStore"]
-
 _DURABILITY: Final = ("none", "batch", "each")
 _BATCH_BYTES: Final = 256 << 20
 _BATCH_SECONDS: Final = 1.0

@@ -10,8 +10,6 @@ from kvtier.identity.record import HEADER_BYTES, Header, RecordId
 from kvtier.storage_backends.scratch import copy
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 
-__all__ = ["MemoryStore"]
-
 
 class MemoryStore:
     """A Store that forgets everything when it is closed. Thread-safe; nothing blocks.

@@ -29,8 +29,6 @@ from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write, unusable
 from kvtier.units import parse_bytes
 
-__all__ = ["MooncakeStore"]
-
 _KEY: Final = "kvtier:"
 _KEY_HEX: Final = 2 * KEY_BYTES
 _NAME: Final = re.compile(r"kvtier:([0-9a-f]{64})-([0-9a-f]{20})")

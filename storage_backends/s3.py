@@ -53,8 +53,6 @@ from kvtier.storage_backends.s3_service import (
 from kvtier.storage_backends.scratch import copy
 from kvtier.tiers.store import Capabilities, Option, Read, Span, Status, Write
 
-__all__ = ["S3Store"]
-
 A = TypeVar("A")
 
 _IN_FLIGHT: Final = 16  # requests of this process at once, and connections kept

@@ -22,8 +22,6 @@ from kvtier.storage_backends.s3_errors import (
 )
 from kvtier.tiers.store import Status
 
-__all__ = ["Batches"]
-
 T = TypeVar("T")
 A = TypeVar("A")
 

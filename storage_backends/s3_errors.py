@@ -14,23 +14,6 @@ from typing import Any, Final
 from kvtier.errors import Corrupt, StoreError
 from kvtier.tiers.store import Status, unusable
 
-__all__ = [
-    "ABSENT_CODES",
-    "CREDENTIALS",
-    "AbsentError",
-    "BrokenError",
-    "LateError",
-    "cause_of",
-    "contents",
-    "error_code",
-    "explain",
-    "refused",
-    "silence",
-    "status_of",
-    "unreached",
-    "weather",
-]
-
 CREDENTIALS: Final = (
     "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile by AWS_PROFILE, or an instance role"
 )

@@ -16,8 +16,6 @@ from urllib.parse import quote
 from kvtier.storage_backends.s3_send import Answer, Request, Sender
 from kvtier.storage_backends.s3_service import Place, Settings
 
-__all__ = ["Getter", "bucket_url", "sender_for"]
-
 _CODE: Final = re.compile(rb"<Code>([^<]{1,64})</Code>")
 _MESSAGE: Final = re.compile(rb"<Message>([^<]{1,512})</Message>")
 

@@ -20,8 +20,6 @@ from kvtier.storage_backends.s3_service import PRICES, Place
 from kvtier.tiers.collection import Listed
 from kvtier.tiers.store import Span, Status
 
-__all__ = ["KEEPS_VERSIONS", "S3Medium"]
-
 CLAIM: Final = ".kvtier-collection"
 """The object below the prefix that says who collects: no record has such a name."""
 

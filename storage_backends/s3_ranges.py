@@ -10,8 +10,6 @@ from typing import Final
 
 from kvtier.tiers.store import Span
 
-__all__ = ["Ranges", "following", "stop", "together"]
-
 _RANGE: Final = 4 << 20  # payload bytes a GET; a request costs about what 1 MiB of payload does,
 _TAIL: Final = 2 << 20  # so that a rest of less than this joins the range before it
 _GATHER_SECONDS: Final = 3e-4  # in which the other records of a fetch are asked for, too

@@ -32,8 +32,6 @@ from kvtier.events import Causes
 from kvtier.storage_backends.s3_errors import BrokenError
 from kvtier.storage_backends.s3_wire import Door, Wire, connected
 
-__all__ = ["Answer", "Request", "Sender"]
-
 _PAUSE_SECONDS: Final = 0.2  # at most, before the second try
 _SLOWEST: Final = 4.0  # silences that one answer may take
 _HELD_BYTES: Final = 64 << 20  # of an answer that is held whole: a list, an error

@@ -13,19 +13,6 @@ from kvtier.storage_backends.s3_errors import CREDENTIALS
 from kvtier.tiers.store import Option
 from kvtier.units import parse_seconds
 
-__all__ = [
-    "PRICES",
-    "Place",
-    "Settings",
-    "connect",
-    "object_name",
-    "parse_addressing",
-    "parse_endpoint",
-    "parse_location",
-    "parse_timeout",
-    "record_of",
-]
-
 _KEY_HEX: Final = 64  # characters of a name that are the chunk key; the part follows a dash
 _NAME: Final = re.compile(r"([0-9a-f]{64})-([0-9a-f]{20})")
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")

@@ -22,8 +22,6 @@ from kvtier.clock import Clock, monotonic
 from kvtier.deadline import Deadline
 from kvtier.storage_backends.s3_errors import BrokenError, LateError
 
-__all__ = ["Door", "Wire", "connected"]
-
 A = TypeVar("A")
 
 _SENT: Final = 1 << 18  # bytes between two looks at the clock

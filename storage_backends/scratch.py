@@ -15,9 +15,6 @@ import numpy as np
 
 from kvtier.storage_backends.slab import PAGE
 
-__all__ = ["Scratch", "ScratchPool", "copy", "is_aligned"]
-
-
 _SIZE: Final = operator.attrgetter("size")
 
 

@@ -20,20 +20,6 @@ from typing import Final
 from kvtier.identity.record import CODEC_RAW, Header
 from kvtier.units import format_bytes
 
-__all__ = [
-    "INDEX_FLOOR",
-    "NO_ROOM",
-    "PAGE",
-    "SLOT_CHARGE",
-    "FileIO",
-    "Segment",
-    "Slabs",
-    "encoded_stride_of",
-    "index_bytes_for",
-    "stride_for",
-    "stride_of",
-]
-
 NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 """What the system says when a disk, or the user's share of it, is full."""
 

@@ -18,8 +18,6 @@ from kvtier.storage_backends.scratch import ScratchPool
 from kvtier.storage_backends.slab import PAGE, Segment
 from kvtier.storage_backends.slab_index import Entry
 
-__all__ = ["PIECE", "Audit", "Placed", "Run", "Wrong"]
-
 PIECE: Final = 4 << 20
 """Bytes of one read: a device is at full speed with a few of these under way."""
 

@@ -10,8 +10,6 @@ from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab import Segment
 from kvtier.storage_backends.slab_index import Entry
 
-__all__ = ["Batch", "Known"]
-
 
 @dataclass(slots=True, eq=False)
 class Batch:

@@ -30,16 +30,6 @@ from kvtier.errors import ConfigError
 from kvtier.storage_backends.scratch import Scratch
 from kvtier.storage_backends.slab import PAGE, FileIO, Segment
 
-__all__ = [
-    "FIXED_BYTES",
-    "FORMAT",
-    "SlabDirectory",
-    "boot_id",
-    "config_error",
-    "holder",
-    "refuse_odd_files",
-]
-
 FORMAT: Final = b"kvtier slab store, format 2\n"
 
 _SETTINGS: Final = b"capacity %d\ndurability %s\n"

@@ -20,8 +20,6 @@ from kvtier.storage_backends.scratch import ScratchPool, copy, is_aligned
 from kvtier.storage_backends.slab import PAGE, FileIO, Segment
 from kvtier.storage_backends.slab_directory import SlabDirectory
 
-__all__ = ["Placed", "Run", "SegmentFiles"]
-
 _MAX_OPEN: Final = 256
 _SCRATCHES: Final = 8
 _SYNCED_ALONE: Final = 3

@@ -28,18 +28,6 @@ from numpy.typing import NDArray
 from kvtier.errors import Unavailable
 from kvtier.identity.record import HEADER_BYTES, RECORD_ID_BYTES, RecordId
 
-__all__ = [
-    "VALUE_BYTES",
-    "WHERE",
-    "Entry",
-    "Index",
-    "IndexFull",
-    "Page",
-    "pack_entry",
-    "unpack_entry",
-    "where_of",
-]
-
 _WHERE: Final = struct.Struct("<QII")
 VALUE_BYTES: Final = _WHERE.size + HEADER_BYTES
 """Of each record."""

@@ -23,8 +23,6 @@ from kvtier.storage_backends.slab_index import Entry, IndexFull, Page
 from kvtier.storage_backends.slab_recovery import Recovered
 from kvtier.storage_backends.slab_space import Log, Space
 
-__all__ = ["Ledger"]
-
 _BAD_SLOT: Final = (errno.EIO, errno.EREMOTEIO, errno.EILSEQ, errno.ENODATA)
 """What Linux makes of an error of a medium at one place (blk_status_to_errno)."""
 _LATEST: Final = 1 << 62  # whatever the machine's clock says, there are numbers left above it

@@ -26,17 +26,6 @@ from kvtier.errors import Corrupt, Unavailable
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.slab_index import Entry, unpack_entry
 
-__all__ = [
-    "NO_PAGE",
-    "IndexPages",
-    "Meta",
-    "Torn",
-    "Walk",
-    "check_order",
-    "check_places",
-    "entries_of",
-]
-
 _META: Final = struct.Struct("<10xH4x II16x IHH32xQ 4xHH24xQQ QQ")
 _MAGIC: Final = 0xBEEFC0DE
 _LMDB_VERSION: Final = 1

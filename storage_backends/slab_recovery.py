@@ -20,8 +20,6 @@ from kvtier.storage_backends.slab_renewal import SPARE_BYTES, lots_of, remake
 from kvtier.storage_backends.slab_sound import read_sound
 from kvtier.units import format_bytes, format_least
 
-__all__ = ["KEEP_SHARE", "LEAST_BYTES", "Recovered", "recover"]
-
 LEAST_BYTES: Final = FIXED_BYTES + INDEX_FLOOR + 64 * PAGE
 """What a store takes before its first record, with some room for the index to grow."""
 

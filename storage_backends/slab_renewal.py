@@ -19,8 +19,6 @@ from kvtier.storage_backends.slab_batch import Batch
 from kvtier.storage_backends.slab_directory import SlabDirectory
 from kvtier.storage_backends.slab_index import Index, unpack_entry
 
-__all__ = ["SPARE_BYTES", "by_age", "draft_bytes", "lots_of", "remake", "renewed"]
-
 _LOT: Final = 4096
 _DENSE_BYTES: Final = 400
 """Of an entry in pages that are filled one after the other: twelve a page, and what leads there."""

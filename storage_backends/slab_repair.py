@@ -26,8 +26,6 @@ from kvtier.storage_backends.slab_verify import Checked, check
 from kvtier.storage_backends.slab_view import View
 from kvtier.tiers.survey import Purged, Tell, Verdict
 
-__all__ = ["purge", "verify"]
-
 _DIGEST: Final = re.compile(r"[0-9a-f]{8,64}")
 _DIGITS: Final = 64
 _STEP: Final = 4096  # entries of one commit, which is made of small transactions

@@ -15,8 +15,6 @@ from kvtier.storage_backends.slab_index import Entry
 from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.tiers.store import Status
 
-__all__ = ["headers", "in_order", "readable", "runs", "unrepeated"]
-
 _PAGE: Final = 4096
 _MOST_BYTES: Final = 4 << 20
 """Of a run, and 1,024 buffers: two for each record of two pages. Larger parts reach the device's

@@ -30,8 +30,6 @@ from kvtier.storage_backends.slab_pages import (
     entries_of,
 )
 
-__all__ = ["examine", "read_sound"]
-
 _METAS: Final = 2
 _PAGE: Final = struct.Struct("<Q2xHI")  # of an overflow page: its number, flags and how many follow
 _NODE: Final = struct.Struct("<HHHH")

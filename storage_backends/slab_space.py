@@ -17,8 +17,6 @@ from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_recovery import Recovered
 from kvtier.storage_backends.slab_renewal import by_age, draft_bytes, lots_of, renewed
 
-__all__ = ["Log", "Space"]
-
 _logger = logging.getLogger(__name__)
 _LOG_SECONDS: Final = 60.0
 _RETRY_SECONDS: Final = 15.0

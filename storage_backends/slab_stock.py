@@ -14,8 +14,6 @@ from kvtier.storage_backends.slab_index import VALUE_BYTES, WHERE, pack_entry
 from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.tiers.stock import Stock
 
-__all__ = ["stock"]
-
 _LOT: Final = 1 << 14
 _NAME: Final = f"V{RECORD_ID_BYTES}"
 _PART: Final = struct.Struct("<5H")

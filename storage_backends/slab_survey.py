@@ -17,8 +17,6 @@ from kvtier.storage_backends.slab_index import Entry
 from kvtier.storage_backends.slab_view import View
 from kvtier.tiers.survey import Found, SlotClass, Spread, Survey, Tell
 
-__all__ = ["header_of", "survey"]
-
 _DATED: Final = 10**14
 """Sequences from here on are times in microseconds: this is 1973. Older kvtiers counted from 1."""
 

@@ -20,8 +20,6 @@ from kvtier.storage_backends.slab_survey import header_of
 from kvtier.storage_backends.slab_view import View
 from kvtier.tiers.survey import Damage, Tell
 
-__all__ = ["Checked", "check"]
-
 _Record = tuple[RecordId, Entry]
 
 

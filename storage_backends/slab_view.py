@@ -18,8 +18,6 @@ from kvtier.storage_backends.slab import Segment
 from kvtier.storage_backends.slab_directory import FORMAT, holder, refuse_odd_files
 from kvtier.storage_backends.slab_pages import IndexPages
 
-__all__ = ["View"]
-
 _FORMAT: Final = re.compile(rb"kvtier slab store, format (\d{1,9})\n")
 _SETTINGS: Final = re.compile(rb"capacity (\d{1,19})\ndurability (none|batch|each)\n")
 _KEPT: Final = re.compile(r"index-\w+\.bad")

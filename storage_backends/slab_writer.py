@@ -14,8 +14,6 @@ from kvtier.storage_backends.slab_runs import runs
 from kvtier.storage_backends.slab_space import Log
 from kvtier.tiers.store import Status, Write
 
-__all__ = ["Lot", "Outcome", "Writer"]
-
 Outcome = tuple[Status, Batch | None]
 """What became of a record, and the batch that will commit it."""
 

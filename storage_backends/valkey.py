@@ -39,8 +39,6 @@ from kvtier.storage_backends.valkey_service import (
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 from kvtier.units import format_bytes
 
-__all__ = ["ValkeyStore"]
-
 A = TypeVar("A")
 T = TypeVar("T")
 

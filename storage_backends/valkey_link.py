@@ -17,8 +17,6 @@ from kvtier.clock import monotonic
 from kvtier.deadline import current
 from kvtier.errors import StoreError
 
-__all__ = ["BrokenError", "Credentials", "Link", "Place", "RefusedError", "Reply"]
-
 _AHEAD: Final = 16 << 10  # bytes read at once beyond what is asked for, and copied from there
 _LONGEST_LINE: Final = 4096
 _LONGEST_BULK: Final = 1 << 20  # of a reply that is no record

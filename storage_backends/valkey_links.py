@@ -10,8 +10,6 @@ from typing import Final, TypeVar
 from kvtier.errors import Corrupt, StoreError, Unavailable
 from kvtier.storage_backends.valkey_link import BrokenError, Link, RefusedError
 
-__all__ = ["Links", "UnfitError"]
-
 A = TypeVar("A")
 T = TypeVar("T")
 

@@ -16,22 +16,6 @@ from kvtier.storage_backends.valkey_link import BrokenError, Credentials, Link, 
 from kvtier.tiers.store import Option, Status, unusable
 from kvtier.units import parse_seconds
 
-__all__ = [
-    "KEY",
-    "Server",
-    "Settings",
-    "cause_of",
-    "explain",
-    "meet",
-    "parse_location",
-    "parse_timeout",
-    "parse_tls",
-    "refused",
-    "status_of",
-    "unreached",
-    "weather",
-]
-
 KEY: Final = "kvtier:"
 """What the names of our keys begin with."""
 

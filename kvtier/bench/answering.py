@@ -26,8 +26,6 @@ from kvtier.bench.workloads import (
 )
 from kvtier.errors import KvtierError
 
-__all__ = ["Answers", "answer_all", "build", "read_bytes"]
-
 
 class Answers(Protocol):
     """What serves prompts in a process of its own."""

@@ -43,8 +43,6 @@ from kvtier.device.race import Checked
 from kvtier.engine import Engine, Model, Sampling, Stats, plain_prefill
 from kvtier.errors import KvtierError, MisuseError
 
-__all__ = ["Arm", "main"]
-
 _CHAOS_GROUPS: Final = 8
 _FLUSH_SECONDS: Final = 120.0
 _SPARE_BLOCKS: Final = 16

@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvtier.config import parse_tier
 from kvtier.errors import ConfigError
 
-__all__ = ["bucket_url"]
-
 
 def bucket_url(url: str, below: str = "") -> str:
     """Return the URL of an s3 tier, unbounded unless `url` has a capacity, which admits all.

@@ -17,8 +17,6 @@ from kvtier.bench.messages import Failed, Reply, Request
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.testing.with_parent import with_parent
 
-__all__ = ["Child"]
-
 _CLOSE_SECONDS: Final = 60.0
 _ANSWER_SECONDS: Final = 1800.0
 """A request takes seconds, or minutes with a large model; an arm that takes longer hangs."""

@@ -19,8 +19,6 @@ from kvtier.device.layout import bytes_at
 from kvtier.device.paths import DEFAULT, Choice, Speed, Table
 from kvtier.errors import KvtierError
 
-__all__ = ["CPU_BLOCK", "cpu_speeds", "measure"]
-
 RUN_BYTES: Final = (4 << 10, 16 << 10, 24 << 10, 32 << 10, 64 << 10, 256 << 10, 1 << 20)
 RUNS: Final = (64, 2048)
 TURNS: Final = 3

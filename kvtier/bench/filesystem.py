@@ -9,8 +9,6 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["current_directory", "disk_directory", "file_system"]
-
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
 _OCTAL: Final = re.compile(r"\\([0-7]{3})")
 

@@ -13,8 +13,6 @@ from kvtier.bench.processes import Bench, Outcome, Tell
 from kvtier.bench.settings import Settings
 from kvtier.bench.workloads import LongDoc, question_order
 
-__all__ = ["long_doc"]
-
 _BLOCK: Final = 32  # tokens of the largest block that an engine here has
 _CACHED: Final = ("dram", "lmdb", "s3")
 

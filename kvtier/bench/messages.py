@@ -12,25 +12,6 @@ import msgspec
 from kvtier.bench.recorded import Asked
 from kvtier.bench.workloads import Conversation, Group, LongDoc, MultiTurn, NoReuse, SharedPrefix
 
-__all__ = [
-    "Build",
-    "Built",
-    "Done",
-    "Empty",
-    "Failed",
-    "LoadModel",
-    "ModelLoaded",
-    "Open",
-    "Plain",
-    "PlainTook",
-    "Replay",
-    "Replayed",
-    "Reply",
-    "Request",
-    "Serve",
-    "Served",
-]
-
 
 class _Message(msgspec.Struct, frozen=True, tag=True):
     pass

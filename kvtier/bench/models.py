@@ -25,8 +25,6 @@ from kvtier.engine.runner import AnyModel
 from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.namespace import Namespace
 
-__all__ = ["BLOCK_TOKENS", "BenchModel", "load_model"]
-
 BLOCK_TOKENS: Final = ENGINE_BLOCK
 
 _RANDOM: Final = ModelConfig(

@@ -19,8 +19,6 @@ from kvtier.errors import ConfigError
 from kvtier.testing.proxy import CHAOS, DelayProxy
 from kvtier.testing.seaweed import SeaweedServer
 
-__all__ = ["LEAST_DISK", "Place"]
-
 LEAST_DISK: Final = 64 << 20
 """Bytes of an lmdb tier that is told no capacity, at least."""
 

@@ -30,8 +30,6 @@ from kvtier.bench.settings import Settings
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, format_least
 
-__all__ = ["PLANS", "ArmPlan", "Bench", "Outcome", "Tell"]
-
 Tell = Callable[[str, int, int], None]
 """Called with what is being done, and how many steps of how many are behind."""
 

@@ -17,17 +17,6 @@ from kvtier.errors import ConfigError
 from kvtier.planning.optimum import ceiling
 from kvtier.planning.trace import Trace
 
-__all__ = [
-    "ENGINE_BLOCK",
-    "Asked",
-    "Recorded",
-    "block_tokens",
-    "different",
-    "most_found",
-    "prompt",
-    "recorded",
-]
-
 ENGINE_BLOCK: Final = 16
 _SCALES: Final = "1/32, 0.25 or 1"
 

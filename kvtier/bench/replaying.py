@@ -17,8 +17,6 @@ from kvtier.bench.recorded import Asked, Recorded, different, most_found
 from kvtier.bench.settings import Settings
 from kvtier.errors import ConfigError
 
-__all__ = ["replay_recorded"]
-
 _PAGE: Final = 4096
 _INDEX: Final = 2048  # bytes of a record in the lmdb tier's index, about
 _EMPTY: Final = 4 << 20  # of that index without records

@@ -19,27 +19,6 @@ import msgspec
 from kvtier.bench.messages import Served
 from kvtier.gpus import gpu_title
 
-__all__ = [
-    "ArmReport",
-    "Machine",
-    "Ratio",
-    "Report",
-    "Sample",
-    "Summary",
-    "against_recompute",
-    "arm_report",
-    "digest",
-    "hung",
-    "machine",
-    "miscounted",
-    "percentile",
-    "problems",
-    "ratio",
-    "summary",
-    "with_cold",
-    "with_throughput",
-]
-
 _MS: Final = 1e3
 _PACKAGES: Final = ("kvtier", "torch", "numpy", "lmdb", "boto3")
 

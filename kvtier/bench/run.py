@@ -30,8 +30,6 @@ from kvtier.bench.runner import multi_turn, no_reuse, shared_prefix
 from kvtier.bench.settings import Settings
 from kvtier.bench.workloads import LongDoc, MultiTurn, NoReuse, SharedPrefix
 
-__all__ = ["Shape", "run"]
-
 Shape = SharedPrefix | MultiTurn | NoReuse | LongDoc | Recorded
 _SERVED: Final = {
     SharedPrefix: ("shared-prefix", shared_prefix),

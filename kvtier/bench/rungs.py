@@ -21,8 +21,6 @@ from kvtier.testing.records import kv_like
 from kvtier.transfer import CopyResult, CopyStatus
 from kvtier.units import format_bytes
 
-__all__ = ["CodecRung", "Rung", "check_served", "codec", "keep", "memcpy", "tier_rung"]
-
 _BLOCK: Final = 16
 _GEOMETRY: Final = kvtier.Geometry(
     (kvtier.Component(layers=32, heads=8, head_size=128),),

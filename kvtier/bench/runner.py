@@ -15,8 +15,6 @@ from kvtier.bench.processes import PLANS, Bench, Outcome, Tell
 from kvtier.bench.settings import Settings
 from kvtier.bench.workloads import Group, MultiTurn, NoReuse, SharedPrefix
 
-__all__ = ["multi_turn", "no_reuse", "shared_prefix"]
-
 _PLAIN_RUNS: Final = 4
 _WARM_UP_CHUNKS: Final = 2
 _FEW: Final = 2  # output tokens of a request that only warms up

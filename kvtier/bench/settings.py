@@ -14,20 +14,6 @@ from kvtier.errors import ConfigError, unknown
 from kvtier.gpus import gpu_index, torch_for_gpu
 from kvtier.units import format_seconds
 
-__all__ = [
-    "ARMS",
-    "CHAOTIC",
-    "ENGINES",
-    "RANDOM",
-    "SMOLLM2",
-    "TIMING",
-    "Settings",
-    "check_arms",
-    "check_device",
-    "check_engine",
-    "check_model",
-]
-
 ARMS: Final = ("recompute", "hbm", "dram", "lmdb", "s3")
 """Where the KV of a prefix comes from; each arm runs in a process of its own."""
 

@@ -14,8 +14,6 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["QUESTIONS", "WORDS", "Corpus", "encode_bytes", "encode_words"]
-
 _CONTROL: Final = {"<|im_start|>": 256, "<|im_end|>": 257}
 _WORD: Final = re.compile(r"<\|im_start\|>|<\|im_end\|>|\s*\w{1,4}|\s*[^\w\s<]+|\s*<|\s+")
 WORDS: Final = 4096

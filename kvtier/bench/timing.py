@@ -17,8 +17,6 @@ from kvtier.engine.spans import Span, StateCopy
 from kvtier.engine.weights import ModelConfig
 from kvtier.identity.geometry import Component
 
-__all__ = ["TimingClock", "TimingModel"]
-
 _HEAD: Final = 64
 _VOCABULARY: Final = 4096
 _CONTEXT: Final = 1 << 20

@@ -34,8 +34,6 @@ from kvtier.bench.workloads import Encode
 from kvtier.connectors.vllm_checks import check_version
 from kvtier.errors import ConfigError, KvtierError, MisuseError
 
-__all__ = ["VllmArm", "main"]
-
 _FLUSH_SECONDS: Final = 120.0
 _BLOCK_TOKENS: Final = 32  # vLLM on CPU takes multiples of it
 _SPARE_BLOCKS: Final = 16

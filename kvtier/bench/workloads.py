@@ -16,21 +16,6 @@ import msgspec
 from kvtier.bench.texts import QUESTIONS, Corpus
 from kvtier.errors import ConfigError
 
-__all__ = [
-    "Conversation",
-    "Encode",
-    "Group",
-    "LongDoc",
-    "MultiTurn",
-    "NoReuse",
-    "SharedPrefix",
-    "conversations",
-    "distinct_prompts",
-    "documents",
-    "question_order",
-    "shared_prefixes",
-]
-
 Encode = Callable[[str], list[int]]
 """Text to token ids."""
 

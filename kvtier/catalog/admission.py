@@ -8,8 +8,6 @@ from typing import Final
 from kvtier.identity.record import RecordId
 from kvtier.tiers.tier import Tier
 
-__all__ = ["Admission"]
-
 _SEEN_NAMES: Final = 1 << 16
 
 

@@ -14,8 +14,6 @@ from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Slot
 from kvtier.metrics import Metrics
 
-__all__ = ["LOT", "Below", "Described", "Part", "Victim"]
-
 LOT: Final = 256
 """Parts that leave a tier at a time: taking out more would hold the lock for milliseconds."""
 

@@ -6,8 +6,6 @@ import heapq
 
 from kvtier.identity.record import RecordId
 
-__all__ = ["NEVER", "Expiry"]
-
 NEVER = float("inf")
 
 

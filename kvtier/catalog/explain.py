@@ -13,8 +13,6 @@ from kvtier.catalog.usable import usable_tokens
 from kvtier.identity.record import RecordId
 from kvtier.identity.shape import Shape
 
-__all__ = ["ChunkPlace", "End", "Explanation", "Glance", "PartPlace", "ago", "find_end"]
-
 REASONS: Final = {
     "evicted": "evicted from {tier} {ago}",
     "cleared": "cleared from {tier} {ago}",

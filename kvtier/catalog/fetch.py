@@ -25,8 +25,6 @@ from kvtier.memory.arena import Arena
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Fetched, Tier, Wanted
 
-__all__ = ["Fetcher", "Prompt", "call_bytes"]
-
 _log = logging.getLogger("kvtier")
 _WHY: Final = {Status.CORRUPT: "corrupt", Status.NEWER: "newer"}
 _CALL_BYTES: Final = 4 << 20  # small parts go together, large ones each to a thread of its own

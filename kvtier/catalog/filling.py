@@ -17,8 +17,6 @@ from kvtier.catalog.index import NO_ROW
 from kvtier.catalog.shelf import Room
 from kvtier.identity.record import RECORD_ID_BYTES, RecordId
 
-__all__ = ["Parts", "fill"]
-
 _NAME: Final = struct.Struct(f"{RECORD_ID_BYTES}s")
 _NO_PARENT: Final = bytes(RECORD_ID_BYTES)
 

@@ -7,8 +7,6 @@ from typing import Final, NamedTuple
 from kvtier.clock import Clock
 from kvtier.identity.record import RecordId
 
-__all__ = ["Gone", "Why"]
-
 _REMEMBERED: Final = 1 << 13
 
 

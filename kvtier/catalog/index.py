@@ -19,8 +19,6 @@ from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot, slot_bytes_for
 from kvtier.memory.packed import pack_slots
 
-__all__ = ["DRAM", "NO_ROW", "Index"]
-
 NO_ROW: Final = -1
 DRAM: Final = 0
 """The tier number of DRAM; slower tiers follow in their order."""

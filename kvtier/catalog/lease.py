@@ -19,8 +19,6 @@ from kvtier.metrics import Metrics
 
 T = TypeVar("T")
 
-__all__ = ["Keeper", "Lease", "LeaseState", "Leases", "by_chunk"]
-
 
 class LeaseState(enum.Enum):
     """Where a lease is in its life."""

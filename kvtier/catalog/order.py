@@ -19,8 +19,6 @@ from kvtier.catalog.index import NO_ROW, Index
 from kvtier.policies.ages import Ages
 from kvtier.policies.base import FillablePolicy, Policy, RenewablePolicy
 
-__all__ = ["Order"]
-
 
 class _Queue:
     """The parts of one priority and one share. ready: their turn came before, and they may go."""

@@ -14,8 +14,6 @@ from typing import Final
 from kvtier.checks import check_kind, is_number
 from kvtier.errors import ConfigError
 
-__all__ = ["NOBODY", "Owners", "Quota", "check_floors"]
-
 NOBODY: Final = 0
 """The owner of parts of more namespaces than can be told apart; they are never served."""
 

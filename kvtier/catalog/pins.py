@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from kvtier.catalog.index import Index
 from kvtier.memory.arena import Arena, slot_bytes_for
 
-__all__ = ["Pins"]
-
 
 class Pins:
     """Counts pinned parts, each once however often it is pinned: half of DRAM at most."""

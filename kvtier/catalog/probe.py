@@ -18,8 +18,6 @@ from typing import Final
 from kvtier.clock import Clock
 from kvtier.tiers.pack import Run, runs_over
 
-__all__ = ["Probe", "search"]
-
 _ROUNDS: Final = 3
 _WIDTH: Final = 16
 _TTL_SECONDS: Final = 5.0

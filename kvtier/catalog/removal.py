@@ -18,8 +18,6 @@ from kvtier.clock import Clock
 from kvtier.identity.record import RecordId
 from kvtier.metrics import Metrics
 
-__all__ = ["Removal", "Withdrawn"]
-
 _LOOKED_AT: Final = 16 * LOT
 """Rows of all namespaces that one step of a purge looks at."""
 

@@ -17,8 +17,6 @@ from kvtier.metrics import Metrics
 from kvtier.policies.ages import Ages
 from kvtier.policies.base import Policy
 
-__all__ = ["Room", "Shelf", "Victims"]
-
 _MOST_TOUCHED: Final = 8
 """Chains whose marking is put off: as much as an eviction may have to do first."""
 

@@ -34,8 +34,6 @@ from kvtier.tiers.store import Status, Write
 from kvtier.tiers.tier import Tier, Written
 from kvtier.tiers.unopened import UnopenedStore
 
-__all__ = ["BATCH_BYTES", "Spiller"]
-
 _log = logging.getLogger("kvtier")
 BATCH_BYTES: Final = 64 << 20
 _BATCH_PARTS: Final = 128  # as many as are seen to in half a millisecond

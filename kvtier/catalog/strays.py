@@ -18,8 +18,6 @@ from kvtier.identity.record import RecordId
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Tier
 
-__all__ = ["Strays"]
-
 _MOST: Final = 1 << 16
 _MOST_UNKNOWN: Final = 1 << 20  # of some 300 bytes each
 _BATCH: Final = 1024

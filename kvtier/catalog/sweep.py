@@ -16,8 +16,6 @@ from kvtier.identity.record import RecordId
 from kvtier.tiers.tier import Tier
 from kvtier.tiers.unopened import UnopenedStore
 
-__all__ = ["Removed", "Sweeper"]
-
 _RETRY_SECONDS: Final = 5.0
 _COUNTED: Final = 4096
 

@@ -9,8 +9,6 @@ from kvtier.catalog.index import DRAM, NO_ROW, Index
 from kvtier.identity.record import RecordId
 from kvtier.identity.shape import Shape
 
-__all__ = ["leasable", "usable_tokens"]
-
 
 def usable_tokens(
     shape: Shape, chunks: int, limit: int, has: Callable[[int, int], bool]

@@ -14,8 +14,6 @@ from kvtier.cli.bench_options import Common, Output, number
 from kvtier.cli.bench_workloads import SHARED_PREFIX, WORKLOADS, workload_command
 from kvtier.cli.main import CommandGroup
 
-__all__ = ["bench", "long_doc", "multi_turn", "no_reuse", "shared_prefix"]
-
 _HERE: Final = "kvtier.cli.bench"
 _LARGEST_SEED: Final = (1 << 63) - 1  # it goes to the arms as JSON
 _DEMO_PREFIXES: Final = 4

@@ -27,8 +27,6 @@ from kvtier.units import parse_bytes, parse_seconds
 if TYPE_CHECKING:
     from kvtier.bench.run import Shape
 
-__all__ = ["Common", "Output", "common", "number", "run_workload"]
-
 _MOST_THREADS: Final = 1024
 _MODELS: Final = {
     "kvtier": (SMOLLM2, "smollm2, random (tiny, for tests), or a GGUF file of the Llama family."),

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["COLOURS", "draw_report", "finding", "save"]
-
 COLOURS: Final = {
     "recompute": "#8C8C8C",
     "hbm": "#0072B2",

@@ -15,8 +15,6 @@ from kvtier.cli.traces import in_time, read, source_options
 from kvtier.errors import ConfigError
 from kvtier.units import parse_bytes
 
-__all__ = ["trace"]
-
 _PROMPTS: Final = 512
 _MANY_PROMPTS: Final = 1000
 _PREFILL: Final = 5000.0

@@ -10,8 +10,6 @@ from kvtier.cli.bench_options import Common
 from kvtier.cli.bench_workloads import WORKLOADS, workload_command
 from kvtier.cli.main import CommandGroup
 
-__all__ = ["long_doc", "multi_turn", "no_reuse", "shared_prefix", "vllm"]
-
 _HERE: Final = "kvtier.cli.bench_vllm"
 
 

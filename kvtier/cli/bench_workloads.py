@@ -13,8 +13,6 @@ from kvtier.cli.bench_options import Common, Output, common, number, run_workloa
 from kvtier.cli.options import with_options
 from kvtier.errors import ConfigError
 
-__all__ = ["SHARED_PREFIX", "WORKLOADS", "Workload", "workload_command"]
-
 _MODES: Final = ("random", "tile", "interleave")
 
 

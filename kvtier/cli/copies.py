@@ -15,8 +15,6 @@ from kvtier.errors import KvtierError
 from kvtier.memory.numa import memory_nodes
 from kvtier.units import format_bytes
 
-__all__ = ["copies", "copies_of"]
-
 
 def copies() -> list[Finding]:
     """Measure the CPU device, and the CUDA device where there is one. Blocks for up to minutes."""

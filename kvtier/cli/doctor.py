@@ -19,8 +19,6 @@ from kvtier.units import parse_bytes
 if TYPE_CHECKING:
     from kvtier.cli.probes import Finding
 
-__all__ = ["doctor"]
-
 
 @click.command("doctor", short_help="Look at what this machine offers.")
 @click.option(

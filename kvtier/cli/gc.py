@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from kvtier.tiers.collection import Collected
     from kvtier.tiers.store import Store
 
-__all__ = ["gc"]
-
 
 @click.command(
     "gc", short_help="Delete from a shared tier what is too much, too old, or an orphan."

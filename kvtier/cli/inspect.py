@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from kvtier.tiers.survey import Found, Survey
 
-__all__ = ["inspect"]
-
 _DIGITS: Final = 8  # of a namespace in the table: as many as kvtier purge needs
 _WIDTH: Final = 80
 

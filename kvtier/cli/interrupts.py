@@ -7,8 +7,6 @@ import signal
 from types import FrameType, TracebackType
 from typing import Final
 
-__all__ = ["FATAL", "INTERRUPTED", "AtOnce"]
-
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 FATAL: Final = 128
 """Added to the number of a signal that ends a process, as shells do."""

@@ -13,8 +13,6 @@ from kvtier.errors import ConfigError
 from kvtier.retention import Retention
 from kvtier.units import parse_seconds
 
-__all__ = ["ABOVE_ZERO", "DIRECTORY", "PART", "PRIORITY", "TTL", "Count"]
-
 _LEAST_RATE: Final = 1e-6
 _MOST_RATE: Final = 1e12
 

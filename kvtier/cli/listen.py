@@ -21,8 +21,6 @@ from kvtier.daemon.status import Status, ask_status
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.metrics import exposition
 
-__all__ = ["Listener", "listen_at"]
-
 _SECONDS: Final = 5.0
 _FRESH_SECONDS: Final = 1.0
 _MOST_PORT: Final = 65535

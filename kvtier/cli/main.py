@@ -16,8 +16,6 @@ from kvtier.cli.interrupts import FATAL, INTERRUPTED
 from kvtier.cli.output import drop_stdout
 from kvtier.errors import KvtierError, unknown
 
-__all__ = ["CommandGroup", "main", "run"]
-
 _BAD_INPUT: Final = 2
 _UNWRITTEN: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE)
 

@@ -9,8 +9,6 @@ from kvtier.config import load_store, store_types
 from kvtier.errors import ConfigError
 from kvtier.tiers.survey import Surveyed
 
-__all__ = ["age", "print_json", "slab_medium"]
-
 
 def slab_medium() -> type[Surveyed]:
     """Return the class. Raises ConfigError where another package took the name lmdb."""

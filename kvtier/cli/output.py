@@ -12,17 +12,6 @@ import click
 
 from kvtier.errors import ConfigError
 
-__all__ = [
-    "PLOT",
-    "REPORT",
-    "check_file",
-    "check_plot",
-    "drop_stdout",
-    "not_written",
-    "write_report",
-]
-
-
 _SUFFIXES: Final = (".png", ".svg", ".pdf")
 
 

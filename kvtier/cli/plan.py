@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from kvtier.planning.sources import Source
     from kvtier.planning.stack import Stack
 
-__all__ = ["plan"]
-
 _GB: Final = 10**9
 _EXAMPLES: Final = """\b
 Examples:

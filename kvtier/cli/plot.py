@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from kvtier.planning.replay import Replay
 
-__all__ = ["draw", "title"]
-
 _INCHES: Final = (7.0, 4.5)
 _TITLE: Final = 60  # characters of a line
 _MARKS: Final = "osD^vP*X<>"

@@ -30,8 +30,6 @@ from kvtier.tiers.collection import Collectable
 from kvtier.tiers.store import Status, Store
 from kvtier.units import format_bytes
 
-__all__ = ["Finding", "cpu", "disk", "gpu", "memory", "memory_lock", "python", "s3", "weights"]
-
 State = Literal["ok", "limited", "missing"]
 
 _FEATURES: Final = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve")

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
-__all__ = ["progress"]
-
 _QUIET_SECONDS: Final = 30.0
 
 

@@ -9,8 +9,6 @@ import click
 from kvtier.cli.kinds import DIRECTORY
 from kvtier.units import format_bytes
 
-__all__ = ["purge"]
-
 
 @click.command("purge", short_help="Take a namespace out of an lmdb tier's directory.")
 @click.argument("directory", type=DIRECTORY)

@@ -17,9 +17,6 @@ from kvtier.units import format_bytes, parse_bytes
 if TYPE_CHECKING:
     from kvtier.planning.replay import Replay
 
-__all__ = ["replay"]
-
-
 _MOST_POINTS: Final = 64
 _EXAMPLES: Final = """\b
 Examples:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from kvtier.daemon.settings import Ails, Down, Started
     from kvtier.daemon.supervisor import Supervisor
 
-__all__ = ["serve"]
-
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from kvtier.testing.simconditions import Cancel
     from kvtier.testing.simschedule import Schedule
 
-__all__ = ["sim"]
-
 _COUNT: Final = click.IntRange(min=1)
 _MUTATION_SCHEDULES: Final = 300
 _WORTH_A_PROCESS: Final = 100  # schedules; a process takes half a second to start

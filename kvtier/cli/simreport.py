@@ -17,8 +17,6 @@ from kvtier.testing.simevents import EVENTS
 from kvtier.testing.simhistory import history, shorten
 from kvtier.testing.simschedule import Schedule, live
 
-__all__ = ["FailureReport", "MutationReport", "SimReport", "encoded", "show"]
-
 _HISTORY_LINES: Final = 120
 _FOUND, _BY_TEST, _HARMLESS, _MISSED = range(4)
 _FILE_COLUMNS: Final = 150  # a file has no width; rich would take 80 and cut the columns

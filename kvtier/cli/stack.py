@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from kvtier.planning.sources import Source
     from kvtier.planning.stack import Level, Stack
 
-__all__ = ["parse_level", "replay_stack", "show_stack"]
-
 _YEAR_DAYS: Final = 365
 _MOST_LEVELS: Final = 16
 _MOST_LATENCY: Final = 3600.0

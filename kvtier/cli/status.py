@@ -12,8 +12,6 @@ from kvtier.units import format_bytes
 if TYPE_CHECKING:
     from kvtier.daemon.status import Status
 
-__all__ = ["status"]
-
 _DEGRADED: Final = 1
 _SECONDS: Final = 5.0
 _WIDTH: Final = 80

@@ -12,8 +12,6 @@ from rich.table import Table
 from kvtier.bench.report import ArmReport, Ratio, Report
 from kvtier.units import format_bytes
 
-__all__ = ["show"]
-
 _WIDTH: Final = 80
 _KEPT_UP: Final = 0.9  # of what came; the last ones come late, and so end late
 _BAR: Final = 10  # characters of the slowest arm's bar

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from kvtier.planning.sources import Source
     from kvtier.planning.trace import Trace
 
-__all__ = ["in_money", "in_time", "prices_of", "read", "source_options"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -14,8 +14,6 @@ from kvtier.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from kvtier.tiers.survey import Damage, Verdict
 
-__all__ = ["verify"]
-
 _SHOWN: Final = 20
 _DIGITS: Final = 16
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-__all__ = ["Codec"]
-
 
 class Codec(Protocol):
     """One way to write bytes down. What it cannot make smaller is stored raw, by whoever asks.

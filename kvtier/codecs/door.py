@@ -21,8 +21,6 @@ from kvtier.identity.record import FIRST_PLUG_IN
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["check_codec", "codec_types", "load_codec"]
-
 _GROUP: Final = "kvtier.codecs"
 _BUILT_IN: Final = ("auto", "raw", "lossless")
 _MOST: Final = 0xFFFF  # that a record's header has room for

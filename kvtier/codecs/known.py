@@ -10,8 +10,6 @@ from kvtier.codecs.base import Codec
 from kvtier.codecs.lossless import Lossless
 from kvtier.codecs.raw import Raw
 
-__all__ = ["KNOWN", "LOSSLESS", "RAW", "add"]
-
 RAW: Final = Raw()
 LOSSLESS: Final = Lossless()
 

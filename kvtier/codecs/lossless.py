@@ -27,8 +27,6 @@ import zstandard
 
 from kvtier.identity.record import CODEC_LOSSLESS
 
-__all__ = ["Lossless"]
-
 PIECE_BYTES: Final = 1 << 20
 """Of raw bytes: both planes and what is made of them stay in a core's cache."""
 

@@ -6,8 +6,6 @@ import numpy as np
 
 from kvtier.identity.record import CODEC_RAW
 
-__all__ = ["Raw"]
-
 
 class Raw:
     """Copies. See Codec."""

@@ -9,8 +9,6 @@ from kvtier.daemon.place import check_path
 from kvtier.errors import ConfigError, unknown
 from kvtier.units import parse_seconds
 
-__all__ = ["PATIENCE", "SCHEME", "TIMEOUT", "Address", "parse_address"]
-
 SCHEME: Final = "unix:"
 PATIENCE: Final = 0.02
 TIMEOUT: Final = 10.0

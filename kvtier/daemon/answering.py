@@ -11,8 +11,6 @@ from kvtier.daemon.messages import Hello, Message
 from kvtier.daemon.process import Process
 from kvtier.errors import ConfigError, KvtierError, NamespaceMismatch, ProtocolError
 
-__all__ = ["Answering", "failed"]
-
 S = TypeVar("S")
 
 _SAID: Final = 4096  # characters of an error

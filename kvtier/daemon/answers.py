@@ -7,24 +7,6 @@ from typing import Literal
 from kvtier.catalog.explain import Explanation
 from kvtier.daemon.messages import LARGE, Chunks, Message, Number, Seconds, Short
 
-__all__ = [
-    "Answer",
-    "Closing",
-    "Count",
-    "Explained",
-    "Failed",
-    "Healthy",
-    "Joined",
-    "Leased",
-    "Matched",
-    "Progress",
-    "Removed",
-    "Resend",
-    "Reserved",
-    "Told",
-    "Welcome",
-]
-
 
 class Welcome(Message):
     """Answer to Hello; the arena's descriptor comes with it.

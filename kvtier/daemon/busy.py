@@ -7,8 +7,6 @@ from collections import Counter
 
 from kvtier.daemon.grants import Who
 
-__all__ = ["Busy"]
-
 
 class Busy:
     """A count with two limits. Safe from any thread.

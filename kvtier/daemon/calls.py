@@ -29,8 +29,6 @@ from kvtier.prefix import Prefix
 from kvtier.recorder import Recorder
 from kvtier.seams import Future, IoPool
 
-__all__ = ["MOST_PARTS", "Calls"]
-
 MOST_PARTS: Final = 4096
 """Parts that one chunk may have: components by ranks."""
 

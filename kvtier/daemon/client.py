@@ -25,8 +25,6 @@ from kvtier.prefix import Prefix
 from kvtier.retention import Term
 from kvtier.seams import Future
 
-__all__ = ["RemoteDesk", "open_desk", "open_private"]
-
 _LATE_SECONDS: Final = 1.0  # that a late answer to a match is good for
 _MOST_LATE: Final = 256
 _LEAST_SECONDS: Final = 0.1  # in which a daemon that is there can answer

@@ -14,8 +14,6 @@ from kvtier.daemon import messages
 from kvtier.daemon.frames import HEADER, KINDS, open_frame
 from kvtier.errors import ProtocolError
 
-__all__ = ["Connection"]
-
 S = TypeVar("S")
 
 _PEER: Final = struct.Struct("iII")  # unix(7), struct ucred

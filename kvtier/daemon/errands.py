@@ -17,8 +17,6 @@ from kvtier.errors import KvtierError, MisuseError
 from kvtier.identity.record import RecordId
 from kvtier.seams import CancelledError, Future
 
-__all__ = ["LATE", "Errands", "Reply", "outcome"]
-
 Reply = Callable[[Message], None]
 """Sends an answer. Called from any thread; it never blocks."""
 

@@ -37,15 +37,6 @@ from kvtier.daemon import answers, messages
 from kvtier.daemon.messages import Message
 from kvtier.errors import ProtocolError
 
-__all__ = [
-    "HEADER",
-    "KINDS",
-    "VERSION",
-    "decode",
-    "encode",
-    "open_frame",
-]
-
 VERSION: Final = 1
 MAGIC: Final = b"KV"
 HEADER: Final = struct.Struct("<2sBBIQ")

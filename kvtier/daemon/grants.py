@@ -30,8 +30,6 @@ from kvtier.errors import ConfigError, ProtocolError
 from kvtier.memory.arena import Slot
 from kvtier.memory.packed import unpack_slots
 
-__all__ = ["CELLS", "MEMBERS", "Grant", "Grants", "Who", "cells_for", "make_grants"]
-
 CELLS: Final = 1 << 14
 MEMBERS: Final = 1 << 13
 

@@ -6,8 +6,6 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Final
 
-__all__ = ["Watch"]
-
 _log: Final = logging.getLogger("kvtier")
 
 

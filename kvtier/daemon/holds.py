@@ -33,8 +33,6 @@ from kvtier.seams import CancelledError, Future
 
 T = TypeVar("T")
 
-__all__ = ["Holds"]
-
 _LEASES: Final = 4096  # of one session
 _FETCHES: Final = 256  # of one process, under way
 _ALL_FETCHES: Final = 1024

@@ -5,8 +5,6 @@ from __future__ import annotations
 import resource
 from typing import Final
 
-__all__ = ["Limits", "descriptors"]
-
 _OWN_DESCRIPTORS: Final = 256  # tiers, arena, pools
 
 

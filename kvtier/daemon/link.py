@@ -27,8 +27,6 @@ from kvtier.daemon.waits import Waits
 from kvtier.daemon.wire import connect, failure, wait_for_daemon
 from kvtier.errors import ConfigError, KvtierError, MisuseError, ProtocolError
 
-__all__ = ["Link"]
-
 _GREETING_SECONDS: Final = 2.0
 _AGAIN_SECONDS: Final = 0.05
 _CHUNK_SECONDS: Final = 8e-7  # that a daemon takes at most to match or lease a chunk

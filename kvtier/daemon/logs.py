@@ -8,8 +8,6 @@ from typing import Final
 
 from kvtier.errors import unknown
 
-__all__ = ["LEVEL", "set_up"]
-
 LEVEL: Final = "KVTIER_LOG_LEVEL"
 _LEVELS: Final = ("debug", "info", "warning", "error")
 

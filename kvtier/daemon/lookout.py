@@ -15,8 +15,6 @@ from typing import Final, Protocol
 
 from kvtier.clock import Clock
 
-__all__ = ["Hope", "Lookout"]
-
 _LOOK_SECONDS: Final = 0.0001
 _MOST_HOPE: Final = 8
 _FOUND: Final = 3

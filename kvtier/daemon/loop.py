@@ -31,8 +31,6 @@ from kvtier.daemon.process import Process
 from kvtier.errors import ConfigError, KvtierError, ProtocolError
 from kvtier.events import Reporter
 
-__all__ = ["Server"]
-
 _TICK: Final = 0.25  # seconds
 _SCRATCH: Final = 256 << 10
 _ACCEPTED: Final = 64  # connections at a time, so that a flood of them keeps nobody waiting

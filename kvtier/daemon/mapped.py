@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from kvtier.errors import ProtocolError
 
-__all__ = ["MappedArena"]
-
 _MADV_POPULATE_WRITE: Final = 23  # linux/mman.h; absent from the mmap module of 3.11
 _STEP_BYTES: Final = 64 << 20
 _NONE: Final = (0, 0, np.empty(0, np.uint8))

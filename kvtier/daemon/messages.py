@@ -9,41 +9,6 @@ import msgspec
 from kvtier.identity.geometry import Geometry
 from kvtier.identity.record import KEY_BYTES
 
-__all__ = [
-    "LARGE",
-    "MOST_CHUNKS",
-    "Bye",
-    "Bypass",
-    "Chunks",
-    "Clear",
-    "Ended",
-    "Explain",
-    "Fetch",
-    "Figures",
-    "Flush",
-    "Hello",
-    "Invalidate",
-    "Issue",
-    "Join",
-    "Lease",
-    "Leave",
-    "Loaded",
-    "Match",
-    "Message",
-    "Number",
-    "Prefetch",
-    "Prompt",
-    "Purge",
-    "Release",
-    "Renew",
-    "Reserve",
-    "Resume",
-    "Seconds",
-    "Settle",
-    "Short",
-    "Unpin",
-]
-
 MOST_CHUNKS: Final = 1 << 17  # of a prompt
 SMALL: Final = 4 << 10
 LARGE: Final = 64 << 20

@@ -29,8 +29,6 @@ from kvtier.metrics import Metrics
 from kvtier.prefix import Prefix
 from kvtier.seams import Future
 
-__all__ = ["NO_PROMPT", "Orders", "in_bounds"]
-
 _JOIN_SECONDS: Final = 10.0
 _OPERATOR_SECONDS: Final = 2.0  # that a call which is no engine's waits for the daemon
 _LEAVE_SECONDS: Final = 30.0

@@ -14,8 +14,6 @@ from typing import Final
 
 from kvtier.daemon.grants import Grants, Who
 
-__all__ = ["PLAN_BITS", "Out", "Outs", "first_plan", "handles"]
-
 PLAN_BITS: Final = 36
 """A plan's id is the life of the server that issued it, and so many bits that count its plans."""
 

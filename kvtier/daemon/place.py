@@ -22,18 +22,6 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = [
-    "MOST_PATH",
-    "Place",
-    "check_own",
-    "check_path",
-    "clear_dead",
-    "real_path",
-    "rendezvous",
-    "runtime_folder",
-    "user_folder",
-]
-
 MOST_PATH: Final = 107  # bytes of a socket's path: unix(7), sun_path
 _BACKLOG: Final = 4096
 _FLOCK: Final = struct.Struct("hhqqi4x")  # fcntl(2), struct flock on 64-bit Linux

@@ -19,8 +19,6 @@ from kvtier.errors import ConfigError, unknown
 from kvtier.recorder import RECORD_BYTES, Recording
 from kvtier.units import parse_bytes
 
-__all__ = ["Principal", "default_path", "of_file", "of_urls"]
-
 _RECORD: Final = ("record", "record_size", "record_salt")
 _TABLES: Final = ("tiers", "tenants", "socket", "principals", *_RECORD)
 _PRINCIPAL: Final = ("uid", "socket", "tiers")

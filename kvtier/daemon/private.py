@@ -14,8 +14,6 @@ from kvtier.daemon.place import clear_dead, rendezvous, runtime_folder
 from kvtier.daemon.settings import Settings
 from kvtier.daemon.supervisor import Supervisor
 
-__all__ = ["PrivateDaemon"]
-
 _START_SECONDS: Final = 60.0
 _LEAST_BYTES_A_SECOND: Final = 256 << 20  # that the system makes of memory, however busy it is
 _numbers: Final = itertools.count(1)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from kvtier.errors import ProtocolError
 
-__all__ = ["Process", "start_time"]
-
 
 class Process:
     """A process. start_time: in clock ticks since boot.

@@ -16,8 +16,6 @@ from kvtier.identity.record import KEY_BYTES, RECORD_ID_BYTES, RecordId, record_
 from kvtier.identity.shape import Shape
 from kvtier.prefix import Prefix
 
-__all__ = ["MOST_NAMES", "Prompts", "Recall", "weight"]
-
 MOST_NAMES: Final = 1 << 18
 """Parts that one prompt may have: more would keep the daemon from all others for too long."""
 

@@ -15,8 +15,6 @@ from typing import Final, TypeVar
 from kvtier.clock import Clock
 from kvtier.seams import Flow, Future, IoPool
 
-__all__ = ["BEAT", "BEAT_SECONDS", "Pulse", "Silence"]
-
 T = TypeVar("T")
 
 BEAT: Final = b"."

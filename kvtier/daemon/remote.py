@@ -15,8 +15,6 @@ from kvtier.identity.record import RecordId
 from kvtier.memory.arena import Slot
 from kvtier.metrics import TABLE, Metrics, parsed
 
-__all__ = ["RemoteLease", "RemoteMetrics", "Taken"]
-
 
 class Origin(Keeper, Protocol):
     """The desk that a lease is of."""

@@ -34,8 +34,6 @@ from kvtier.memory.arena import Arena
 from kvtier.recorder import Recorder
 from kvtier.seams import ThreadFlow
 
-__all__ = ["main"]
-
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 _GARBAGE: Final = 50_000  # objects until the collector looks; CPython: 700
 _MOST_SETTINGS: Final = 16 << 20

@@ -10,8 +10,6 @@ from kvtier.daemon.prompts import Recall
 from kvtier.local import LocalDesk
 from kvtier.memory.packed import packed_bytes
 
-__all__ = ["Holding", "Session"]
-
 
 class Holding:
     """A lease of a session. nbytes: of all its slots.

@@ -11,8 +11,6 @@ from kvtier.config import Config
 from kvtier.errors import ConfigError
 from kvtier.recorder import Recording
 
-__all__ = ["Ails", "Down", "Settings", "Started"]
-
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A principal's daemon. tiers: URLs, DRAM first.

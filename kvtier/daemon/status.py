@@ -16,8 +16,6 @@ from kvtier.daemon.wire import Wire, connect, failure, wait_for_daemon
 from kvtier.errors import ConfigError
 from kvtier.seams import drawn
 
-__all__ = ["Status", "ask_status"]
-
 _SESSION_BYTES: Final = 16
 
 

@@ -36,8 +36,6 @@ from kvtier.errors import ConfigError
 from kvtier.memory.sealed import PAGE_BYTES, sealed_memory
 from kvtier.seams import Future, IoPool
 
-__all__ = ["Supervisor"]
-
 _DELAYS: Final = (0.0, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0)  # seconds before a server starts again
 _LIVED: Final = 1.0  # seconds of service after which the first of them applies again
 _END_SECONDS: Final = 40.0  # what a server may take to write down what waits; then it is killed

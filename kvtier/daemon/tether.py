@@ -13,8 +13,6 @@ from kvtier.clock import monotonic
 from kvtier.errors import KvtierError
 from kvtier.events import Reporter
 
-__all__ = ["Tether"]
-
 _GREETING_SECONDS: Final = 2.0
 _SOONEST: Final = 0.05  # seconds until it is tried again, which double up to the latest
 _LATEST: Final = 0.25

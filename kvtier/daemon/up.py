@@ -21,8 +21,6 @@ from kvtier.daemon.wire import Wire, connect
 from kvtier.errors import KvtierError
 from kvtier.prefix import Prefix
 
-__all__ = ["Ask", "Era", "Seat", "Up", "resuming", "stand_down"]
-
 _STAND_DOWN: Final = 0.2  # seconds
 _TOLD: Final = 128  # prompts whose keys the daemon surely remembers
 

@@ -16,8 +16,6 @@ from kvtier.daemon.messages import Message
 from kvtier.daemon.wire import Wire
 from kvtier.seams import Future
 
-__all__ = ["Request", "Waits"]
-
 _UNSENT_BYTES: Final = 64 << 20
 
 

@@ -18,8 +18,6 @@ from kvtier.daemon.lookout import Hope
 from kvtier.daemon.messages import Hello, Message
 from kvtier.errors import ConfigError, KvtierError, ProtocolError
 
-__all__ = ["Wire", "connect", "failure", "wait_for_daemon"]
-
 _BUFFER_BYTES: Final = 128 << 10
 _AGAIN_SECONDS: Final = 0.05
 _LEAST_SECONDS: Final = 0.1  # in which a daemon that is there can answer

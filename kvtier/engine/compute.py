@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from kvtier.gpus import gpu_index, torch_for_gpu
 
-__all__ = ["Compute", "CpuCompute", "CudaCompute", "Graph", "compute_on"]
-
 _CHOOSE_CPU: Final = 'the CPU is used only where you choose it: device="cpu"'
 _WARM_UPS: Final = 2
 """Runs before a capture: libraries make their handles and choose their kernels meanwhile."""

@@ -17,8 +17,6 @@ from kvtier.engine.attention import KEY_TILE, QUERY_TILE, attend, hiding
 from kvtier.engine.spans import Span
 from kvtier.engine.weights import ModelConfig
 
-__all__ = ["DecodeAttention", "DecodeShape", "shape_for"]
-
 _COLUMNS: Final = 2  # token, position; then for each component a slot, and its block table
 _MOST_KEYS: Final = 1 << 16
 """Keys of all requests together: they are gathered at once, in the dtype that is computed in."""

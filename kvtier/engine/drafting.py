@@ -12,8 +12,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Drafter", "Drafting", "prompt_lookup"]
-
 Drafter = Callable[[NDArray[np.int32], int], Sequence[int]]
 """From all tokens so far, int32 [n], and how many are wanted at most, to the next ones, guessed."""
 

@@ -30,8 +30,6 @@ from kvtier.engine.spans import Inputs
 from kvtier.engine.tables import Pools, for_connector
 from kvtier.errors import ConfigError, MisuseError
 
-__all__ = ["Engine"]
-
 _WAIT_SECONDS: Final = 0.01
 """How long an idle step waits for the connector: short, so that new requests are seen soon."""
 

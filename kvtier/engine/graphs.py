@@ -18,8 +18,6 @@ from kvtier.engine.decode import DecodeShape, shape_for
 from kvtier.engine.model import Model
 from kvtier.engine.spans import Span
 
-__all__ = ["DecodeGraphs"]
-
 _MOST_GRAPHS: Final = 32
 
 

@@ -28,8 +28,6 @@ from kvtier.engine.weights import LayerWeights, ModelConfig, Weights, random_wei
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Component, Needs
 
-__all__ = ["HybridConfig", "HybridModel", "Kind", "random_hybrid"]
-
 
 class Kind(enum.Enum):
     """What a layer looks back with."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["LatentWeights"]
-
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:

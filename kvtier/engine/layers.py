@@ -13,8 +13,6 @@ from typing import Protocol
 
 from kvtier.connectors.base import Landing, Leaving
 
-__all__ = ["LayerHook", "StepHook"]
-
 
 class LayerHook(Protocol):
     """Called by a forward pass, layer by layer, on the thread that enqueues its work."""

@@ -29,8 +29,6 @@ from kvtier.engine.spans import Span, StateCopy, placed
 from kvtier.engine.weights import LayerWeights, Weights
 from kvtier.identity.geometry import Component
 
-__all__ = ["LOGIT_TILE", "ROW_TILE", "Model", "angles", "turn"]
-
 ROW_TILE: Final = 32
 """Tokens of a tile: 87% of the speed of one product over all rows, and one tile a decode step."""
 

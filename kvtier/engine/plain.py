@@ -13,8 +13,6 @@ from torch.nn import functional
 
 from kvtier.engine.model import Model
 
-__all__ = ["plain_prefill"]
-
 
 @torch.inference_mode()
 def plain_prefill(model: Model, tokens: Sequence[int], logits: int = 1) -> torch.Tensor:

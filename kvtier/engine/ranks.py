@@ -18,8 +18,6 @@ from kvtier.engine.model import ROW_TILE
 from kvtier.engine.weights import LayerWeights
 from kvtier.errors import ConfigError
 
-__all__ = ["Exchange", "RankModel"]
-
 Exchange = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """From this rank's partial sum to those of all ranks, in their order. Blocks."""
 

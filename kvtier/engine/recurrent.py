@@ -16,8 +16,6 @@ from torch.nn import functional
 
 from kvtier.engine.spans import Span
 
-__all__ = ["GATE_ROOT", "Recurrence", "recurrent_token", "recurrent_width"]
-
 GATE_ROOT: Final = 16
 """Of the gates, so that they forget slowly: the temperature in that paper."""
 

@@ -15,18 +15,6 @@ from kvtier.engine.spans import Inputs
 from kvtier.engine.tables import Table
 from kvtier.errors import ConfigError, MisuseError
 
-__all__ = [
-    "Completion",
-    "Finish",
-    "Output",
-    "Phase",
-    "Request",
-    "Sampling",
-    "Stats",
-    "completion",
-    "prompt_tokens",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

@@ -22,8 +22,6 @@ from kvtier.engine.weights import ModelConfig
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Component, Needs
 
-__all__ = ["AnyModel", "Runner"]
-
 
 class AnyModel(Protocol):
     """What an engine needs of a model: its sizes, what KV it keeps, and its forward pass."""

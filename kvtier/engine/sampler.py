@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from kvtier.engine.compute import Compute
 from kvtier.engine.request import Sampling
 
-__all__ = ["Chosen", "draw"]
-
 _SALT: Final = 0x6B767469
 
 

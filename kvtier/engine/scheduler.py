@@ -23,8 +23,6 @@ from kvtier.engine.request import Phase, Request
 from kvtier.engine.spans import Span, StateCopy
 from kvtier.engine.tables import Pools, Table, for_connector
 
-__all__ = ["PENDING_TOKEN", "Scheduler", "Work"]
-
 PENDING_TOKEN: Final = -1
 """Stands in a span for the output of the step before, which the runner knows."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Inputs", "Span", "StateCopy", "placed"]
-
 Inputs = Callable[[torch.Tensor, int], torch.Tensor]
 """From a token's embedding [hidden] and its position to what the layers see in its place [hidden]:
 an image, say, or the embedding as an adapter changes it. Bits must depend on these two alone."""

@@ -17,8 +17,6 @@ from kvtier.engine.blocks import BlockPool
 from kvtier.engine.spans import StateCopy
 from kvtier.identity.geometry import Component, Needs
 
-__all__ = ["ABSENT", "Hit", "Pools", "Table", "for_connector"]
-
 ABSENT: Final = -1
 """A place in a table whose block or state the engine has not got."""
 

@@ -8,8 +8,6 @@ from typing import Final
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as _Bpe
 
-__all__ = ["Tokenizer"]
-
 _CONTROL: Final = 3
 """GGUF's token type of tokens that are never part of text."""
 

@@ -10,8 +10,6 @@ import torch
 
 from kvtier.errors import ConfigError
 
-__all__ = ["LayerWeights", "ModelConfig", "Weights", "random_weights"]
-
 _SIZES: Final = (
     "vocab_size",
     "layers",

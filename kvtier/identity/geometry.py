@@ -18,16 +18,6 @@ from kvtier.checks import check_kind, check_whole
 from kvtier.errors import ConfigError, unknown
 from kvtier.identity.record import Part
 
-__all__ = [
-    "DTYPE_BYTES",
-    "Component",
-    "Geometry",
-    "Needs",
-    "chunk_tokens_for",
-    "component_shards",
-    "stage_layers",
-]
-
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 LAYOUT: Final = "layer-plane-token"
 _NEAR_TOKENS: Final = 256

@@ -17,8 +17,6 @@ from kvtier.identity.record import (
     checksum,
 )
 
-__all__ = ["HEADERS", "kinds_in", "names_in", "parents_in", "whole"]
-
 HEADERS: Final = np.dtype(
     {
         "names": ["magic", "version", "depth", "part", "raw_bytes", "stored_bytes", "sum"],

@@ -19,8 +19,6 @@ from numpy.typing import NDArray
 from kvtier.errors import MisuseError
 from kvtier.identity.namespace import Span
 
-__all__ = ["TokenIds", "as_tokens", "chunk_keys"]
-
 TokenIds = Sequence[int] | NDArray[np.integer]
 """Token ids: a list, a tuple, or a one-dimensional integer array of numpy or (CPU) torch."""
 

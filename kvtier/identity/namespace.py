@@ -19,8 +19,6 @@ from kvtier.checks import check_kind
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Geometry
 
-__all__ = ["FORMAT_VERSION", "Namespace", "Request", "Span", "root_key"]
-
 FORMAT_VERSION: Final = 1
 """Version of the key derivation. A change makes every cache cold: see CHANGELOG."""
 

@@ -34,28 +34,6 @@ import xxhash
 
 from kvtier.errors import Corrupt, Newer
 
-__all__ = [
-    "CODEC_LOSSLESS",
-    "CODEC_RAW",
-    "FIRST_PLUG_IN",
-    "HEADER_BYTES",
-    "KEY_BYTES",
-    "MAGIC",
-    "MOST_BYTES",
-    "MOST_DEPTH",
-    "NEWER_REMEDY",
-    "RECORD_ID_BYTES",
-    "RECORD_VERSION",
-    "Header",
-    "Part",
-    "RecordId",
-    "checksum",
-    "codec_name",
-    "name_in",
-    "record_id",
-    "split_record_id",
-]
-
 RECORD_VERSION: Final = 2
 HEADER_BYTES: Final = 256
 KEY_BYTES: Final = 32

@@ -14,8 +14,6 @@ from typing import Final
 from kvtier.identity.geometry import Geometry, Needs, component_shards
 from kvtier.identity.record import Part, RecordId
 
-__all__ = ["NO_PARENT", "Shape", "chunk_shape"]
-
 NO_PARENT: Final = -1
 
 

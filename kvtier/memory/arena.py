@@ -27,8 +27,6 @@ from kvtier.memory.private import fresh_id, private_memory
 from kvtier.memory.sealed import PAGE_BYTES, no_memory, sealed_size
 from kvtier.units import format_bytes, format_least
 
-__all__ = ["Arena", "Memory", "Slot", "slot_bytes_for"]
-
 N = TypeVar("N", int, NDArray[np.int64])
 
 _EXTENT_BYTES: Final = 64 << 20

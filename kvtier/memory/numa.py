@@ -18,8 +18,6 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["chosen_nodes", "interleave", "memory_nodes", "parse_nodes"]
-
 _NODES: Final = Path("/sys/devices/system/node")
 _MBIND: Final = {"x86_64": 237, "aarch64": 235}  # asm/unistd_64.h, asm-generic/unistd.h
 _MPOL_INTERLEAVE: Final = 3  # linux/mempolicy.h

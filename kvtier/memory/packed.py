@@ -15,8 +15,6 @@ import numpy as np
 from kvtier.errors import ProtocolError
 from kvtier.memory.arena import Slot
 
-__all__ = ["SLOT_BYTES", "pack_slots", "packed_bytes", "unpack_slots"]
-
 SLOT_BYTES: Final = 24
 
 

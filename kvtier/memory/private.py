@@ -7,8 +7,6 @@ import os
 
 from kvtier.memory.sealed import check_room
 
-__all__ = ["fresh_id", "private_memory"]
-
 
 def private_memory(nbytes: int) -> mmap.mmap:
     """Return a mapping of `nbytes`, in whole pages, none of which is taken yet.

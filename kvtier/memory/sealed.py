@@ -11,15 +11,6 @@ from typing import Final
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes
 
-__all__ = [
-    "PAGE_BYTES",
-    "available_bytes",
-    "check_room",
-    "no_memory",
-    "sealed_memory",
-    "sealed_size",
-]
-
 PAGE_BYTES: Final = 4096
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 

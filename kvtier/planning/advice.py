@@ -16,8 +16,6 @@ from kvtier.planning.stack import Level, Speeds, Stack, simulate_stack
 from kvtier.planning.trace import Trace
 from kvtier.policies.lru import Lru
 
-__all__ = ["advised"]
-
 _DRAM_SHARE: Final = 8
 _DRAM_BYTES_PER_S: Final = 25e9
 _DISK_BYTES_PER_S: Final = 5e9

@@ -6,8 +6,6 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
-__all__ = ["CostAware", "Fifo", "Sieve", "TinyLfu", "TwoQueues"]
-
 
 class Fifo:
     """First in, first out."""

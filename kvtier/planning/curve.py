@@ -12,8 +12,6 @@ from kvtier.planning.simulate import simulate
 from kvtier.planning.trace import Trace
 from kvtier.policies.lru import Lru
 
-__all__ = ["Curve", "Point", "curve"]
-
 _LEAST_GAIN: Final = 1.0  # points of hit rate that doubling the size must bring
 _POINTS: Final = 10
 

@@ -16,8 +16,6 @@ from typing import IO, Any, Final
 
 import zstandard
 
-__all__ = ["TraceFiles", "check_regular", "trace_files", "unpacked", "what_is_wrong"]
-
 _NUMBERED: Final = re.compile(r"(.+)\.([1-9][0-9]?)")
 _RECORDING: Final = re.compile(rb'"recording": ?"([0-9a-f]+)"')
 _BLOCK: Final = re.compile(rb'"block_tokens": ?([1-9][0-9]{0,8})\b')

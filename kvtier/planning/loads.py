@@ -19,8 +19,6 @@ from kvtier.planning.simulate import Hits
 from kvtier.planning.tiers import Tiers
 from kvtier.planning.trace import Trace
 
-__all__ = ["Loads", "Speeds"]
-
 _MOST_READING: Final = 2  # of DRAM, the part that reads under way may fill: one in so many
 
 

@@ -17,8 +17,6 @@ from typing import Any, Final
 from kvtier.errors import ConfigError, unknown
 from kvtier.planning.files import check_regular, what_is_wrong
 
-__all__ = ["MODELS", "ModelSize", "model_size"]
-
 _MOST: Final = 1 << 40
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
 _WHOLE: Final = re.compile(r"[0-9]{1,20}")

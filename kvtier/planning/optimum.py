@@ -17,8 +17,6 @@ from typing import Final
 from kvtier.planning.simulate import Hits, leading
 from kvtier.planning.trace import Trace
 
-__all__ = ["ceiling", "optimum"]
-
 _NEVER: Final = 1 << 62
 
 

@@ -16,8 +16,6 @@ import msgspec
 from kvtier.errors import ConfigError, unknown
 from kvtier.planning.files import check_regular, what_is_wrong
 
-__all__ = ["DAY", "MONTH", "Prices", "read_prices"]
-
 DAY: Final = 86_400.0
 MONTH: Final = 30 * DAY
 _GIB: Final = 1 << 30

@@ -13,8 +13,6 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-__all__ = ["Work", "serve"]
-
 
 class Work(NamedTuple):
     """What a request takes once it is looked up.

@@ -17,18 +17,6 @@ from kvtier.policies.base import Policy
 from kvtier.policies.door import load_policy, policy_types
 from kvtier.policies.lfu import Lfu
 
-__all__ = [
-    "OPTIMAL",
-    "POLICIES",
-    "Replay",
-    "Result",
-    "chosen",
-    "encode",
-    "make_policy",
-    "overlay_of",
-    "replay",
-]
-
 OPTIMAL: Final = "optimal"
 
 POLICIES: Final[dict[str, str]] = {

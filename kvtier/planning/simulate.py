@@ -22,8 +22,6 @@ from kvtier.planning.trace import Trace
 from kvtier.policies.ages import Ages
 from kvtier.policies.base import Policy, RenewablePolicy
 
-__all__ = ["Hits", "Overlay", "Tier", "leading", "simulate"]
-
 _NONE: Final = -1
 
 

@@ -23,8 +23,6 @@ import msgspec
 from kvtier.errors import ConfigError, unknown
 from kvtier.planning.models import ModelSize
 
-__all__ = ["PRECISIONS", "Budget", "Setting", "budget", "token_bytes"]
-
 PRECISIONS: Final = {
     "fp32": Fraction(4),
     "fp16": Fraction(2),

@@ -10,8 +10,6 @@ from kvtier.planning.files import TraceFiles, trace_files
 from kvtier.planning.trace import Trace, read_trace
 from kvtier.planning.workloads import PREFIX, Workload, parse_workload
 
-__all__ = ["UNITS", "Source", "read_source", "sources"]
-
 Source = TraceFiles | Workload
 
 UNITS: Final = {"ms": 1e-3, "s": 1.0}

@@ -17,8 +17,6 @@ from kvtier.planning.simulate import Overlay, Tier
 from kvtier.planning.trace import Trace
 from kvtier.policies.base import Policy
 
-__all__ = ["UNBOUNDED", "Level", "Tiers"]
-
 UNBOUNDED: Final = 1 << 62
 _NONE: Final = -1
 

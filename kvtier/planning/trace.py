@@ -27,8 +27,6 @@ from kvtier.planning.files import (
     what_is_wrong,
 )
 
-__all__ = ["Trace", "read_trace"]
-
 _MOST_BYTES: Final = 16 << 20
 _MOST_BLOCKS: Final = 1 << 20
 _MOST_NUMBER: Final = 1e15

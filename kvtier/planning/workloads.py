@@ -25,16 +25,6 @@ from kvtier.errors import ConfigError, unknown
 from kvtier.planning.trace import Trace
 from kvtier.units import parse_seconds
 
-__all__ = [
-    "KINDS",
-    "PREFIX",
-    "Kind",
-    "Parameter",
-    "Workload",
-    "parse_workload",
-    "shown_parameters",
-]
-
 PREFIX: Final = "workload:"
 _USUAL_BLOCK: Final = 256  # a chunk of the cache
 _MOST_BLOCKS: Final = 1 << 24  # of all requests together: 3 GB if all are different

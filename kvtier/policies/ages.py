@@ -6,8 +6,6 @@ from bisect import insort
 from collections.abc import Callable, Iterable
 from typing import Final
 
-__all__ = ["Ages"]
-
 _STEPS: Final = 16
 """Steps of time in a life. Rows are as old as their step, and so may stay a step longer."""
 

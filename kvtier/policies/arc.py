@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 
-__all__ = ["Arc"]
-
 
 class Arc:
     """Two lists of rows, and two of keys that have left them, as long as the tier was full."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-__all__ = ["FillablePolicy", "Policy", "RenewablePolicy"]
-
 
 @runtime_checkable
 class Policy(Protocol):

@@ -18,8 +18,6 @@ from kvtier.policies.lru import Lru
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-__all__ = ["DEFAULT", "check_policy", "load_policy", "policy_types"]
-
 DEFAULT: Final = "lru"
 _GROUP: Final = "kvtier.policies"
 

@@ -11,8 +11,6 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 
-__all__ = ["Lfu"]
-
 
 class Lfu:
     """Rows in a list for each count. Every call O(1), but for a new count's O(log counts)."""

@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
-__all__ = ["Lru"]
-
 _NONE: Final = -1
 
 

@@ -10,8 +10,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Final
 
-__all__ = ["S3Fifo"]
-
 _SMALL_SHARE: Final = 10
 _PROMOTED: Final = 2
 _MOST_USES: Final = 3

@@ -36,8 +36,6 @@ from kvtier.seams import ThreadFlow
 from kvtier.testing.wire import PROMPT
 from kvtier.testing.with_parent import with_parent
 
-__all__ = ["Besieged"]
-
 _M = TypeVar("_M", bound=Message)
 
 _CHUNK: Final = 256

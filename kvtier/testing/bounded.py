@@ -10,8 +10,6 @@ from pathlib import Path
 from time import monotonic, process_time
 from typing import Final
 
-__all__ = ["Endless", "bounded"]
-
 _TICK_SECONDS: Final = 0.25
 _BLOCKED_SECONDS: Final = 20  # as many times longer a thread may wait than it may compute
 _MORE_BYTES: Final = 1 << 30

@@ -20,8 +20,6 @@ from kvtier.testing.simevents import EVENTS
 from kvtier.testing.simschedule import KINDS, Outcome, Schedule, live
 from kvtier.testing.simsweep import swept
 
-__all__ = ["Batch", "Failure", "Found", "Task", "Totals", "hunt", "run", "work"]
-
 _BATCH: Final = 20
 _KEPT_FAILURES: Final = 100
 _REVIEWED_SCHEDULES: Final = 30

@@ -16,8 +16,6 @@ from kvtier.testing.forks import Tell, forked
 from kvtier.testing.kernels import BUILDS, build, compiler, right
 from kvtier.testing.layouts import cases
 
-__all__ = ["ARCHITECTURES", "NOT_RUN", "compilers"]
-
 ARCHITECTURES: Final = (80, 90, 100)
 NOT_RUN: Final = "not run"
 _SECONDS: Final = 120.0

@@ -20,8 +20,6 @@ from kvtier.device.descriptors import Numbers
 from kvtier.device.driver import Event, Work
 from kvtier.errors import ConfigError
 
-__all__ = ["CpuDriver"]
-
 _ROWS: Final = 3
 _SECONDS: Final = 10.0
 

@@ -17,8 +17,6 @@ from typing import Any
 
 from kvtier.testing.with_parent import with_parent
 
-__all__ = ["Daemon", "children", "running"]
-
 _START_SECONDS = 60.0
 _END_SECONDS = 60.0
 

@@ -13,8 +13,6 @@ from kvtier.daemon.out import PLAN_BITS, first_plan
 from kvtier.memory.arena import Slot
 from kvtier.testing.small_daemon import CHUNK, PART_BYTES, Client, SmallDaemon, prompt
 
-__all__ = ["ACTS", "Walk"]
-
 _SLOTS: Final = 16
 _TEXTS: Final = "abcde"
 _ENGINES: Final = ("one", "two")

@@ -28,8 +28,6 @@ from kvtier.daemon.process import Process
 from kvtier.errors import MisuseError, ProtocolError
 from kvtier.testing.rawclient import RawClient
 
-__all__ = ["LoopSessions", "RunningLoop", "soon"]
-
 _BLOCK = "x" * 60_000
 
 

@@ -16,8 +16,6 @@ from kvtier.engine import Engine, Sampling
 from kvtier.engine.runner import AnyModel
 from kvtier.errors import KvtierError
 
-__all__ = ["Answers", "answers"]
-
 _BLOCK: Final = 16
 _CHUNK: Final = 32
 _FLUSH_SECONDS: Final = 30.0

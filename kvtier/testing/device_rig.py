@@ -19,8 +19,6 @@ from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.layouts import by_planes
 from kvtier.transfer import CopyStatus, CopyTransfer
 
-__all__ = ["BLOCKS", "CHUNK", "PLANES", "Rig", "settled", "values"]
-
 PLANES: Final = 4  # two layers of K and V
 BLOCKS: Final = 8
 BYTES: Final = 24

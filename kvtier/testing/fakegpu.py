@@ -19,8 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 from kvtier.errors import MisuseError
 
-__all__ = ["FAKE_GPU", "FakeCompute", "fake_gpu"]
-
 FAKE_GPU: Final = torch.device("cuda", 0)
 
 

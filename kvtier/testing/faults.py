@@ -22,8 +22,6 @@ from kvtier.tiers.store import (
     Write,
 )
 
-__all__ = ["FaultyStore", "Rates", "faulty"]
-
 T = TypeVar("T")
 _NOISE: Final = 0xEE
 

@@ -12,8 +12,6 @@ from typing import Final, Literal
 
 from kvtier.storage_backends.slab import PAGE, FileIO
 
-__all__ = ["KINDS", "FaultyIO"]
-
 Kind = Literal["open", "read", "write", "sync", "allocate", "any"]
 Fault = int | Literal["short", "hang"]
 KINDS: Final = ("open", "read", "write", "sync", "allocate")

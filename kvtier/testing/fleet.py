@@ -25,8 +25,6 @@ from kvtier.testing import toy as toy_engine
 from kvtier.testing.toy import BLOCK, Toy, opened, pattern, prompt
 from kvtier.testing.with_parent import with_parent
 
-__all__ = ["LIAR", "Host", "Load", "Loaded", "Save", "Saved"]
-
 LIAR: Final = "KVTIER_TESTING_LIAR"
 """Set for a host, it computes other KV than all others: a test sees that this would be seen."""
 

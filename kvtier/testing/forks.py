@@ -12,8 +12,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
-__all__ = ["Ended", "Job", "Tell", "forked"]
-
 Job = Callable[[], Any]
 """Returns what JSON can say."""
 

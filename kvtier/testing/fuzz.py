@@ -27,8 +27,6 @@ from kvtier.errors import ProtocolError
 from kvtier.testing.besieged import Besieged
 from kvtier.testing.hostile import hostile
 
-__all__ = ["Findings", "fuzz", "memory_limit", "memory_taken", "messages_in"]
-
 _WEIGHED: Final = 32  # one input in so many is weighed
 _CHECKED: Final = 1_000  # after so many the honest client has its turn
 _LIVED: Final = 5_000  # after so many the hostile client's process is killed

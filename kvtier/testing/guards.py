@@ -23,8 +23,6 @@ from typing import Any, Final
 import kvtier.catalog
 from kvtier.testing.operators import Edit, edits
 
-__all__ = ["Guard", "guards", "guards_of"]
-
 _NAME_DIGITS: Final = 4
 _GUARD_COLUMNS: Final = 200
 

@@ -11,8 +11,6 @@ from typing import Final
 
 from kvtier.testing.guards import guards
 
-__all__ = ["FOUND_BY", "HARMLESS", "found_by", "harmless", "stale"]
-
 FOUND_BY: Final = Path(__file__).with_name("found_by.txt")
 """Names of tests; below each, indented, the guards without which it fails."""
 

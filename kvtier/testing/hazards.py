@@ -23,8 +23,6 @@ from kvtier.device.race import Race
 from kvtier.testing.device_rig import BLOCKS, CHUNK, PLANES, Rig, settled, values
 from kvtier.transfer import CopyStatus
 
-__all__ = ["AT_ONCE", "HAZARDS", "Examined", "Hazard", "Outcome", "examine", "run"]
-
 Hazard = Callable[[Rig, bool], bool]
 """Runs on a rig, with all edges or without one (False), and says whether the bytes were right."""
 

@@ -11,8 +11,6 @@ import msgspec
 from kvtier.daemon.frames import HEADER, encode
 from kvtier.testing.wire import NUMBER, SAMPLES
 
-__all__ = ["WAYS", "hostile"]
-
 _FRAMES: Final = [encode(sample, NUMBER) for sample in SAMPLES]
 _KINDS: Final = [sample.KIND for sample in SAMPLES]
 _BODIES: Final[list[list[Any]]] = [

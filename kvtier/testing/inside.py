@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvtier.cache import Cache
 from kvtier.local import LocalDesk
 
-__all__ = ["inside"]
-
 
 def inside(cache: Cache) -> LocalDesk:
     """Return its desk, with the catalog, moves and depot behind it."""

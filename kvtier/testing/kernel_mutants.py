@@ -8,8 +8,6 @@ from typing import Final
 
 from kvtier.device.nvrtc import kernel_source
 
-__all__ = ["HARMLESS", "KernelMutant", "kernel_mutants"]
-
 _BEGINS: Final = "// Copies as many whole units"
 _SWAPS: Final = (
     (r" < ", (" <= ", " > ")),

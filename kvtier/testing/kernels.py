@@ -20,8 +20,6 @@ from kvtier.device.spread import Spread
 from kvtier.testing.forks import Tell, forked
 from kvtier.testing.layouts import Case, cases, is_right
 
-__all__ = ["BUILDS", "Kernel", "build", "compiler", "right"]
-
 _SHIM: Final = Path(__file__).with_name("on_cpu.h")
 BUILDS: Final[dict[str, tuple[str, ...]]] = {
     "plain": ("-O1",),

@@ -24,8 +24,6 @@ from kvtier.device.spread import Spread, spreads
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHOICES", "LAYOUTS", "Case", "Layout", "Mover", "by_planes", "cases", "is_right"]
-
 BLOCKS: Final = 9
 TOKENS: Final = 4
 Mover = Callable[[Spread, bool], None]

@@ -14,8 +14,6 @@ from typing import Final, Self
 from kvtier.errors import ConfigError, Unavailable
 from kvtier.testing.servers import said, start, stop
 
-__all__ = ["MooncakeMaster"]
-
 _READY_SECONDS: Final = 20.0
 _STOP_SECONDS: Final = 5.0
 _LOW_PORTS: Final = (23_000, 32_000)

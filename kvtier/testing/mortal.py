@@ -16,8 +16,6 @@ from kvtier.testing.daemon import children
 from kvtier.testing.nursery import Nursery
 from kvtier.testing.toy import CHUNK, NAMESPACE, Toy, dram, prompt
 
-__all__ = ["Mortal", "arenas", "figure", "kill", "serves", "until"]
-
 T = TypeVar("T")
 
 

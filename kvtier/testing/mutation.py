@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-__all__ = ["Mutation", "Patch", "collector"]
-
 Patch = tuple[Any, str, Any]
 """An owner, the name of one of its attributes, and what stands there instead."""
 

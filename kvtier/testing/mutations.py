@@ -20,8 +20,6 @@ from kvtier.testing.broken_removal import REMOVAL
 from kvtier.testing.guards import Guard, guards
 from kvtier.testing.mutation import Mutation
 
-__all__ = ["MUTATIONS", "chosen", "named", "removed"]
-
 _ALL: Final = (*CATALOG, *MOVES, *ADMISSION, *REACH, *REMOVAL)
 MUTATIONS: Final = {mutation.name: mutation for mutation in _ALL}
 

@@ -26,8 +26,6 @@ from kvtier.daemon.supervisor import Supervisor
 from kvtier.errors import ConfigError
 from kvtier.testing.with_parent import with_parent
 
-__all__ = ["Nursery"]
-
 _PR_SET_PDEATHSIG: Final = 1  # linux/prctl.h
 
 

@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-__all__ = ["Edit", "edits"]
-
 _BOUNDS: Final[dict[type[ast.cmpop], ast.cmpop]] = {
     ast.Lt: ast.LtE(),
     ast.LtE: ast.Lt(),

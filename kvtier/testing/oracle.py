@@ -20,8 +20,6 @@ from kvtier.testing.inside import inside
 from kvtier.testing.simmodel import CHUNK, Model
 from kvtier.testing.simtask import Leak, SimError
 
-__all__ = ["Oracle", "payload"]
-
 
 @remembered
 def payload(name: RecordId, size: int) -> bytes:

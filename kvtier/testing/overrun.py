@@ -14,8 +14,6 @@ import kvtier
 from kvtier.testing.toy import BLOCK, CHUNK, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
-__all__ = ["Overrun", "disk_bytes", "overrun", "stale_reader", "watched"]
-
 _ST_BLOCK: Final = 512  # stat(2)
 _CHUNKS: Final = 64  # of a prompt
 _READER: Final = """

@@ -23,8 +23,6 @@ from kvtier.testing.guards import Guard, guards_of
 from kvtier.testing.layouts import cases, is_right
 from kvtier.testing.operators import Edit, edits
 
-__all__ = ["planner_holds", "planner_mutants"]
-
 _STAGING: Final[tuple[tuple[int, int, int], ...]] = ((1040, 4, 5), (1 << 16, 1000, 1000))
 """Bytes of staging memory, and planes and runs that go through it at once."""
 _AROUND: Final = 256

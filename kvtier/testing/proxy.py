@@ -15,8 +15,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final, Self
 
-__all__ = ["CHAOS", "DelayProxy", "Fault"]
-
 _PIECE: Final = 1 << 18
 _IN_FLIGHT: Final = 256  # pieces under way in one direction: enough that delay costs no bandwidth
 _LENGTH: Final = re.compile(rb"\r\ncontent-length:\s*(\d+)", re.IGNORECASE)

@@ -35,8 +35,6 @@ from kvtier.memory.arena import Arena
 from kvtier.memory.sealed import sealed_memory
 from kvtier.testing.inside import inside
 
-__all__ = ["KINDS", "RANKS", "SHAPE", "Ranks", "main", "shared_arena"]
-
 RANKS: Final = 2
 KINDS: Final = (Kind.WINDOW, Kind.LATENT, Kind.RECURRENT, Kind.FULL)
 SHAPE: Final = HybridConfig(

@@ -12,8 +12,6 @@ from kvtier.daemon.answers import Welcome
 from kvtier.daemon.frames import HEADER, decode, encode, open_frame
 from kvtier.daemon.messages import Hello, Message
 
-__all__ = ["RawClient", "hello"]
-
 M = TypeVar("M", bound=Message)
 
 

@@ -15,8 +15,6 @@ from kvtier.bench.texts import Corpus
 from kvtier.engine import Engine, Sampling
 from kvtier.identity.namespace import Namespace
 
-__all__ = ["RealKv", "real_kv"]
-
 
 class RealKv(NamedTuple):
     """kv: bfloat16 as uint16 [layers, planes, blocks, block tokens, heads, head size]."""

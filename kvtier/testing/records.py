@@ -11,17 +11,6 @@ import numpy as np
 from kvtier.identity.record import RECORD_VERSION, Header, Part, RecordId, checksum, record_id
 from kvtier.tiers.store import Read, Status, Store, Write
 
-__all__ = [
-    "NAMESPACE",
-    "aligned",
-    "fetch",
-    "is_exact",
-    "kv_like",
-    "make_record",
-    "newer_record",
-    "payload",
-]
-
 NAMESPACE: Final = hashlib.sha256(b"kvtier.testing").digest()
 _POISON: Final = 0xAB
 

@@ -24,8 +24,6 @@ from typing import Any, Final, NamedTuple, Self
 from kvtier.errors import ConfigError, Unavailable
 from kvtier.testing.servers import is_free, said, start, stop
 
-__all__ = ["SeaweedServer", "Traffic"]
-
 _READY_SECONDS: Final = 30.0
 _STOP_SECONDS: Final = 1.0  # its data goes with it: an orderly end is a courtesy
 _GRPC: Final = 10_000  # each port of SeaweedFS takes a second one, this much higher

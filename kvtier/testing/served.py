@@ -21,8 +21,6 @@ from kvtier.engine import Engine, Sampling
 from kvtier.testing.serving import BLOCK, CHUNK, small_model
 from kvtier.testing.with_parent import with_parent
 
-__all__ = ["Served", "main"]
-
 _END_SECONDS: Final = 30.0
 _FLUSH_SECONDS: Final = 10.0
 

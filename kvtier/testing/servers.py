@@ -11,8 +11,6 @@ from typing import Final
 
 from kvtier.testing.with_parent import with_parent
 
-__all__ = ["is_free", "said", "start", "stop"]
-
 _OUTPUT: Final = "output"
 
 

@@ -33,8 +33,6 @@ from kvtier.memory.arena import slot_bytes_for
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.tiers.store import Read, Status, Write
 
-__all__ = ["BLOCK", "CHUNK", "GatedStore", "Serving", "small_hybrid", "small_model"]
-
 BLOCK: Final = 16
 CHUNK: Final = 64
 _GIVE_UP_SECONDS: Final = 20.0

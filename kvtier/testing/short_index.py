@@ -8,8 +8,6 @@ from typing import Final
 
 from kvtier.storage_backends import slab, slab_index, slab_recovery
 
-__all__ = ["short_index"]
-
 _FLOOR: Final = 40 * slab.PAGE
 _SHORT: Final = (
     (slab, "SLOT_CHARGE", 380),  # a little more than a slot takes in pages that are full

@@ -25,8 +25,6 @@ from kvtier.testing.simtask import SimError
 if TYPE_CHECKING:
     from kvtier.testing.simworld import Engine, World
 
-__all__ = ["FOREVER", "Clients"]
-
 FOREVER: Final = 10_000.0
 _STALE_SECONDS: Final = 0.1
 _LATE_SECONDS: Final = 0.02  # beyond what a stall explains

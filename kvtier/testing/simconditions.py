@@ -10,8 +10,6 @@ from typing import Any, Final, Literal
 
 from kvtier.testing.simtask import SimTask
 
-__all__ = ["ORDERS", "PHASES", "Cancel", "Conditions", "picker", "task_of"]
-
 ORDERS: Final = ("random", "pct", "fifo")
 PHASES: Final = ("before", "after")
 Cancel = tuple[str, int, str]

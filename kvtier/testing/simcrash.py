@@ -22,8 +22,6 @@ from kvtier.tiers.store import Status, Store, Write
 if TYPE_CHECKING:
     from kvtier.testing.simworld import World
 
-__all__ = ["Crash", "Ledger", "Past", "check_reopened", "crash"]
-
 
 class Crash(BaseException):
     """The process is gone. No code of the core's may catch it, as it could not catch a kill."""

@@ -23,8 +23,6 @@ from kvtier.testing.simmodel import BLOCK, CHUNK, Model
 from kvtier.testing.simtask import SimError
 from kvtier.transfer import CopyResult, CopyStatus
 
-__all__ = ["SimDevice", "Tables", "pause"]
-
 _KEPT_STATES: Final = 0.7
 _GARBAGE: Final = 0xEE
 

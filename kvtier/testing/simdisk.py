@@ -12,8 +12,6 @@ from kvtier.identity.record import Header, RecordId
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.tiers.store import Capabilities, Status, Write
 
-__all__ = ["SimDisk"]
-
 _Record = tuple[Header, memoryview]
 _Change = tuple[RecordId, _Record | None]
 _NOISE: Final = 0xEE

@@ -21,8 +21,6 @@ from kvtier.testing.inside import inside
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Fetched, Tier, Wanted
 
-__all__ = ["EVENTS", "Events"]
-
 EVENTS: Final = {
     "fetch_joined": "a fetch waits for a read that another fetch began",
     "waiter_timed_out": "a fetch ended while its read went on",

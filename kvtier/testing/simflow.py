@@ -13,8 +13,6 @@ from kvtier.seams import Future, IoPool
 from kvtier.testing.simloop import COMPUTES, SimLoop
 from kvtier.testing.simtask import SimTask
 
-__all__ = ["SimFlow"]
-
 T = TypeVar("T")
 _CLOSE_SECONDS: Final = 10.0
 

@@ -14,8 +14,6 @@ from kvtier.testing.simscenario import TROUBLES
 from kvtier.testing.simschedule import Outcome, Schedule, live
 from kvtier.testing.simworld import World
 
-__all__ = ["history", "shorten"]
-
 _RUNS: Final = 400
 _SHUFFLES: Final = 4
 _SECONDS: Final = 30.0  # a schedule that spends its whole budget of steps takes one or two

@@ -24,8 +24,6 @@ from kvtier.tiers.pack import order_of, unpacked_id
 from kvtier.tiers.packer import Packer
 from kvtier.tiers.store import Capabilities, Span, SpanStore, Status, Store, Write
 
-__all__ = ["PackedMemory", "SharedMemory", "parts_in", "write_as_another_host"]
-
 
 class SharedMemory(MemoryStore):
     """A MemoryStore that other hosts write to as well."""

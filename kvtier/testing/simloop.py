@@ -32,8 +32,6 @@ from kvtier.testing.simtask import (
     where,
 )
 
-__all__ = ["COMPUTES", "SimLoop", "simulate"]
-
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 _DIGEST_BYTES: Final = 16

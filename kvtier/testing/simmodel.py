@@ -12,8 +12,6 @@ from typing import Final
 from kvtier.identity.geometry import Component, Needs
 from kvtier.identity.record import RecordId, split_record_id
 
-__all__ = ["BLOCK", "CHUNK", "MODELS", "Model"]
-
 BLOCK: Final = 4
 CHUNK: Final = 8
 

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from kvtier.testing.simscenario import Scenario
     from kvtier.testing.simworld import World
 
-__all__ = ["Neighbours", "draw_quotas"]
-
 _BOUND, _FREE = "bound", "free"
 _FOREVER: Final = 10_000.0
 _SECONDS: Final = (0.01, 0.02, 0.3, 5.0)  # as long as any lease, so that all have ended at rest

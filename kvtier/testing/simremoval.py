@@ -21,8 +21,6 @@ from kvtier.testing.simtask import SimError
 if TYPE_CHECKING:
     from kvtier.testing.simworld import World
 
-__all__ = ["Removals"]
-
 _RATES: Final = (0.0, 0.1, 0.3)
 _FOREVER: Final = 10_000.0
 _ANSWER_SECONDS: Final = 0.005  # of a store that is not slow

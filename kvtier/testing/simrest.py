@@ -21,8 +21,6 @@ from kvtier.tiers.tier import Tier
 if TYPE_CHECKING:
     from kvtier.testing.simworld import World
 
-__all__ = ["Ending"]
-
 _OTHER_PARTS: Final = 20  # a shorter prefix may need windows and states that nobody read before
 _SETTLED_SECONDS: Final = 8.0  # longer than any lease
 

@@ -10,8 +10,6 @@ from kvtier.testing.faults import Rates
 from kvtier.testing.simconditions import Cancel
 from kvtier.testing.simmodel import MODELS
 
-__all__ = ["HANG_SECONDS", "TROUBLES", "Scenario", "TierShape"]
-
 TROUBLES: Final = ("faults", "cancels", "clears", "hangs", "crashes", "disorder")
 """What a scenario can be without: disorder is any order but first-in-first-out, and stalls."""
 

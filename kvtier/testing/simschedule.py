@@ -20,8 +20,6 @@ from kvtier.testing.simscenario import TROUBLES, Scenario
 from kvtier.testing.simtask import Deadlock, Leak, Livelock
 from kvtier.testing.simworld import World, run_world
 
-__all__ = ["KINDS", "Outcome", "Recorder", "Schedule", "live"]
-
 KINDS: Final = ("violation", "deadlock", "leak")
 """How a schedule may fail."""
 

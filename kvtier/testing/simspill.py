@@ -13,8 +13,6 @@ from kvtier.testing.inside import inside
 from kvtier.testing.simtask import SimError
 from kvtier.tiers.store import Status, Write
 
-__all__ = ["Meter", "SpillWatch"]
-
 _DAY: Final = 86_400.0
 _SLACK_SECONDS: Final = 1.0  # more than the time between two looks at what is late
 

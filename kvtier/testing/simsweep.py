@@ -11,8 +11,6 @@ from kvtier.testing.simloop import SimLoop
 from kvtier.testing.simschedule import Schedule, live
 from kvtier.testing.simworld import World
 
-__all__ = ["swept"]
-
 
 def swept(schedule: Schedule) -> Iterator[Schedule]:
     """Yield the schedule with a cancellation before, and after, each step of each request.

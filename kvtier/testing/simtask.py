@@ -7,8 +7,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Self, TypeVar
 
-__all__ = ["Deadlock", "Leak", "Livelock", "SimError", "SimFuture", "SimTask", "where"]
-
 T = TypeVar("T")
 
 

@@ -31,8 +31,6 @@ from kvtier.testing.simscenario import Scenario
 from kvtier.testing.simtask import SimError
 from kvtier.testing.simworld import World
 
-__all__ = ["Baton", "SimLock", "ThreadWorld"]
-
 T = TypeVar("T")
 _JOIN_SECONDS: Final = 10.0
 

@@ -9,8 +9,6 @@ import msgspec
 
 from kvtier.testing.campaign import Task, work
 
-__all__ = ["main"]
-
 
 def main() -> None:
     """Do the task, for as long as somebody reads."""

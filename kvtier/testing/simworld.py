@@ -44,8 +44,6 @@ from kvtier.testing.simtask import SimError
 from kvtier.tiers.pack import pair_bytes
 from kvtier.tiers.store import Store, Write
 
-__all__ = ["Engine", "World", "run_world"]
-
 _CHECK_STEPS: Final = 16
 _CRASH_STEPS: Final = 300
 

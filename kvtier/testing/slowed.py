@@ -12,8 +12,6 @@ from kvtier.errors import MisuseError
 from kvtier.identity.record import Header, RecordId
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Store, Write
 
-__all__ = ["SlowedStore"]
-
 _NEVER: Final = float("inf")
 
 

@@ -16,8 +16,6 @@ from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 from kvtier.policies.door import load_policy
 
-__all__ = ["LMDB", "PART_BYTES", "SHAPE", "SUM", "Clock", "SmallCatalog", "chain", "names"]
-
 PART_BYTES: Final = 8192
 SHAPE: Final[Shape] = chunk_shape(
     Geometry((Component(1, 1, 256),), dtype="int8", block_tokens=(16,), chunk_tokens=16)

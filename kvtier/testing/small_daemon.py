@@ -22,8 +22,6 @@ from kvtier.memory.sealed import sealed_memory
 from kvtier.seams import ThreadFlow
 from kvtier.testing.small_catalog import Clock
 
-__all__ = ["CHUNK", "GEOMETRY", "PART_BYTES", "Client", "SmallDaemon", "prompt"]
-
 PART_BYTES: Final = 4096
 CHUNK: Final = 16
 """Tokens of a chunk."""

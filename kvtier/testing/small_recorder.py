@@ -17,8 +17,6 @@ from kvtier.prefix import Namer, Prefix
 from kvtier.recorder import Recorder, Recording
 from kvtier.testing.toy import CHUNK, GEOMETRY, NAMESPACE
 
-__all__ = ["SALT", "Hands", "asked", "lines", "recorders", "written"]
-
 SALT: Final = bytes(range(16))
 """Of all recordings that are not told another."""
 

@@ -17,8 +17,6 @@ from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.store import Capabilities, Status, Write
 from kvtier.tiers.tier import Tier, Written
 
-__all__ = ["FOOTPRINT", "Disk", "SmallSpill"]
-
 FOOTPRINT: Final = PART_BYTES + 100
 """What a part takes of the tier's budget."""
 

@@ -48,8 +48,6 @@ from kvtier.testing.soaked import CHUNK_BYTES, LEASE_SECONDS, NAMESPACE, Board, 
 from kvtier.testing.soakwatch import Probe, arenas_mapped, state
 from kvtier.testing.with_parent import fork_with_parent
 
-__all__ = ["Soak", "main"]
-
 _TICK_SECONDS: Final = 0.02
 _LOOK_SECONDS: Final = 0.25  # between two looks at what is mapped
 _HUNG_SECONDS: Final = 25.0  # opening may take 10 s to find a daemon, and as many to join

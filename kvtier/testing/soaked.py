@@ -28,8 +28,6 @@ from kvtier.errors import ConfigError, KvtierError
 from kvtier.prefix import Prefix
 from kvtier.transfer import CopyResult, CopyStatus
 
-__all__ = ["BLOCK", "CHUNK", "CHUNK_BYTES", "NAMESPACE", "Board", "Client", "Row", "client"]
-
 BLOCK: Final = 16
 CHUNK: Final = 64
 _LAYERS, _HEADS, _SIZE = 2, 2, 32

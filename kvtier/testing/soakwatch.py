@@ -14,8 +14,6 @@ from kvtier.daemon.answers import Welcome
 from kvtier.daemon.frames import HEADER, decode, encode, open_frame
 from kvtier.daemon.messages import Hello
 
-__all__ = ["Probe", "arenas_mapped", "state"]
-
 _ARENA: Final = "memfd:kvtier-arena"
 _READ: Final = 64 << 10
 

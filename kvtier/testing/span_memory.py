@@ -8,8 +8,6 @@ from kvtier.identity.record import HEADER_BYTES, RecordId
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.tiers.store import Capabilities, Span, Status
 
-__all__ = ["SpanMemory"]
-
 
 class SpanMemory(MemoryStore):
     """Notes what it is asked for. spans: each that was read; deleted: the names of each."""

@@ -12,8 +12,6 @@ from kvtier.identity.record import RecordId
 from kvtier.testing.records import aligned, make_record
 from kvtier.tiers.store import Span, SpanStore, Status, Store, Write
 
-__all__ = ["DeadlineTests"]
-
 
 class _Suite(Protocol):
     """What of the suite these tests use."""

@@ -26,8 +26,6 @@ from kvtier.testing.store_deadlines import DeadlineTests
 from kvtier.testing.store_versions import VersionTests
 from kvtier.tiers.store import Read, Status, Store, Write
 
-__all__ = ["StoreSuite"]
-
 SIZES = (1, 255, 4095, 4096, 4097, 65536, 100_003, 1 << 20, 5_898_240, 6_000_001)
 ABSENT = make_record(999_999, 1).header.id
 

@@ -7,8 +7,6 @@ from typing import Protocol
 from kvtier.testing.records import fetch, make_record, newer_record
 from kvtier.tiers.store import CountingStore, Read, Status, Store, Write
 
-__all__ = ["VersionTests"]
-
 
 class _Suite(Protocol):
     """What of the suite these tests use."""

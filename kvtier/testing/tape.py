@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_leaves
 from kvtier.engine.compute import CpuCompute
 from kvtier.errors import MisuseError
 
-__all__ = ["Tape", "TapeCompute"]
-
 _REFUSED: Final = ("aten::_local_scalar_dense", "aten::lift_fresh", "aten::item")
 
 

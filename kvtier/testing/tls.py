@@ -9,8 +9,6 @@ from pathlib import Path
 
 from kvtier.errors import ConfigError
 
-__all__ = ["self_signed"]
-
 
 def self_signed(folder: Path) -> tuple[Path, ssl.SSLContext]:
     """Return a new certificate for 127.0.0.1, and how a server speaks TLS by it.

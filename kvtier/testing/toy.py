@@ -14,19 +14,6 @@ from kvtier.connectors.base import Loaded, Update
 from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.cpu import CpuDevice
 
-__all__ = [
-    "BLOCK",
-    "CHUNK",
-    "CHUNK_BYTES",
-    "GEOMETRY",
-    "NAMESPACE",
-    "Toy",
-    "dram",
-    "opened",
-    "pattern",
-    "prompt",
-]
-
 BLOCK: Final = 16
 CHUNK: Final = 64
 GEOMETRY = kvtier.Geometry(

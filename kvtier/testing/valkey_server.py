@@ -17,8 +17,6 @@ from typing import Final, Self
 from kvtier.errors import ConfigError, Unavailable
 from kvtier.testing.servers import is_free, said, start, stop
 
-__all__ = ["ValkeyServer"]
-
 _READY_SECONDS: Final = 20.0
 _STOP_SECONDS: Final = 5.0
 _LOW_PORTS: Final = (23_000, 32_000)  # below the ephemeral ones, and one of a cluster fits above

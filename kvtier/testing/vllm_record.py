@@ -21,8 +21,6 @@ from kvtier.connectors.vllm_step import Ended, StepPlans
 from kvtier.copyplan import CopyPlan
 from kvtier.identity.namespace import Namespace
 
-__all__ = ["Recorder", "Replay", "read_record", "without_connector", "write_record"]
-
 _VERSION: Final = 1
 
 

@@ -12,8 +12,6 @@ from kvtier.identity.geometry import Component, Geometry, Needs
 from kvtier.memory.arena import Slot
 from kvtier.memory.packed import pack_slots
 
-__all__ = ["NUMBER", "PROMPT", "SAMPLES"]
-
 NUMBER: Final = 0x0102030405060708
 """Of the request whose golden frames are kept."""
 

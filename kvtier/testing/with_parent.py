@@ -9,8 +9,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
-__all__ = ["fork_with_parent", "with_parent"]
-
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
 
 # The kernel sends the signal. The check after it is for a parent that was gone before.

@@ -20,8 +20,6 @@ import msgspec
 
 from kvtier.errors import ConfigError
 
-__all__ = ["Yard"]
-
 _SWITCH: Final = "10.77.0.1"
 _NETWORK: Final = "10.77.0.{}/24"
 _START_SECONDS: Final = 20.0

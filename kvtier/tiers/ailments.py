@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["IN_A_ROW", "Ailments"]
-
 IN_A_ROW: Final = 5
 
 

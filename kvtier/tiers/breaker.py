@@ -6,8 +6,6 @@ from typing import Final
 
 from kvtier.clock import Clock
 
-__all__ = ["Breaker"]
-
 FAILURES: Final = 5
 """Failed calls in a row that open it."""
 

@@ -7,8 +7,6 @@ from typing import Final
 
 from kvtier.clock import Clock
 
-__all__ = ["WriteBudget"]
-
 _DAY: Final = 86_400.0
 
 

@@ -25,8 +25,6 @@ from kvtier.metrics import Metrics
 from kvtier.tiers.exact import Fetched
 from kvtier.tiers.store import Read, Status, Store, Write
 
-__all__ = ["WORTH", "Coding", "Written", "blamed", "is_failed", "is_full", "send_each"]
-
 WORTH: Final = 16
 """What a codec does not make smaller by one part in so many is written as it is."""
 

@@ -27,8 +27,6 @@ from kvtier.identity.record import FIRST_PLUG_IN, KEY_BYTES, Header, RecordId
 from kvtier.tiers.pack import CODEC_PACK, CODEC_SIZED_PACK, order_of, unpacked_id
 from kvtier.tiers.store import Span, Status
 
-__all__ = ["Collectable", "Collected", "Found", "Kept", "Listed", "Medium", "choose", "collect"]
-
 A = TypeVar("A")
 Listing = tuple[RecordId, int, float]  # a record's name, its size and its age
 

@@ -10,8 +10,6 @@ from kvtier.errors import Unavailable
 from kvtier.identity.record import CODEC_RAW, Header, RecordId, checksum, codec_name
 from kvtier.tiers.store import Read, Status
 
-__all__ = ["Fetched", "Wanted", "guarded", "is_exact", "is_known", "sums_to", "verify"]
-
 A = TypeVar("A")
 T = TypeVar("T")
 

@@ -19,8 +19,6 @@ from kvtier.tiers.coding import Written
 from kvtier.tiers.exact import Fetched
 from kvtier.tiers.store import Status, Store, Write
 
-__all__ = ["Mending"]
-
 _MOST: Final = 1 << 12
 
 

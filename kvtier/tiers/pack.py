@@ -46,30 +46,6 @@ from kvtier.identity.record import (
 )
 from kvtier.tiers.store import Write
 
-__all__ = [
-    "CELL_BYTES",
-    "CODEC_PACK",
-    "CODEC_SIZED_PACK",
-    "LONGEST",
-    "Run",
-    "cut",
-    "head_bytes",
-    "is_newer",
-    "lengths_in",
-    "longest_order",
-    "member_at",
-    "members_bytes",
-    "order_of",
-    "pack",
-    "pack_id",
-    "pack_sized",
-    "pair_bytes",
-    "repack",
-    "runs_over",
-    "sized_at",
-    "unpacked_id",
-]
-
 CODEC_PACK: Final = 0x0101
 """The codec of a pack of version 1 in its record's header."""
 

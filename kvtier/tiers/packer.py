@@ -35,8 +35,6 @@ from kvtier.tiers.pack import (
 from kvtier.tiers.places import Member, Places, adjacent
 from kvtier.tiers.store import Read, Span, SpanStore, Status, Store, Write
 
-__all__ = ["Packer", "packer_for"]
-
 
 def packer_for(store: Store, mending: Mending, coding: Coding | None) -> Packer | None:
     """Return what packs small parts in a Store, None where they lie alone."""

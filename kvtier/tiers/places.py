@@ -11,8 +11,6 @@ from typing import Final, NamedTuple
 from kvtier.identity.record import KEY_BYTES, RecordId
 from kvtier.tiers.pack import lengths_in, member_at, order_of, sized_at
 
-__all__ = ["Member", "Place", "Places", "adjacent"]
-
 _REMEMBERED: Final = 1 << 18  # parts of packs, with names 50 MB; 120 MB if all are of two
 _DELETED: Final = 1 << 16  # parts that were deleted and not written again since
 _AGAIN: Final = 256  # packs of which one eviction tries the deletion again

@@ -13,8 +13,6 @@ from typing import Final
 from kvtier.clock import Clock
 from kvtier.tiers.store import Status, Store
 
-__all__ = ["Settling"]
-
 _SETTLE_SECONDS: Final = 1.0
 
 Commit = Callable[[Callable[[list[None]], list[Status]]], Awaitable[list[Status]]]

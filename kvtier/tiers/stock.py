@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 from kvtier.identity.record import RECORD_ID_BYTES, Header, Part, RecordId
 from kvtier.tiers.store import Store
 
-__all__ = ["Stock", "StockedStore", "stock_of"]
-
 _NO_PARENT = bytes(RECORD_ID_BYTES)
 
 

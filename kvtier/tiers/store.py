@@ -28,22 +28,6 @@ from kvtier.errors import Corrupt, Newer
 from kvtier.events import Causes
 from kvtier.identity.record import Header, RecordId
 
-__all__ = [
-    "Capabilities",
-    "CountingStore",
-    "EncodedStore",
-    "LateStore",
-    "Option",
-    "PaidStore",
-    "Read",
-    "Span",
-    "SpanStore",
-    "Status",
-    "Store",
-    "Write",
-    "unusable",
-]
-
 
 class Status(enum.Enum):
     """What became of one record of a batch."""

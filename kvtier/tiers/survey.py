@@ -9,18 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = [
-    "Damage",
-    "Found",
-    "Purged",
-    "SlotClass",
-    "Spread",
-    "Survey",
-    "Surveyed",
-    "Tell",
-    "Verdict",
-]
-
 Tell = Callable[[str, int, int], None]
 """Called with the step that is under way, and how many of how many are behind."""
 

@@ -9,8 +9,6 @@ from kvtier.metrics import Metrics
 from kvtier.tiers.exact import Fetched, Wanted
 from kvtier.tiers.store import CountingStore, PaidStore, Status, Store
 
-__all__ = ["Tally"]
-
 
 class Tally:
     """One tier's. Used on the flow loop, but for `requests`."""

@@ -10,8 +10,6 @@ from kvtier.errors import ConfigError, Unavailable
 from kvtier.identity.record import Header, RecordId
 from kvtier.tiers.store import LateStore, Option, Read, Status, Store, Write
 
-__all__ = ["AGAIN_SECONDS", "UnopenedStore"]
-
 T = TypeVar("T")
 
 AGAIN_SECONDS: Final = 5.0

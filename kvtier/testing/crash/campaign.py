@@ -21,8 +21,6 @@ from kvtier.testing.crash.judge import Findings
 from kvtier.testing.crash.tracing import CAN_FAIL, can_trace
 from kvtier.tiers import exact
 
-__all__ = ["MODES", "SHORT", "WHOLE", "Amounts", "Totals", "in_memory", "run", "without_checksums"]
-
 MODES: Final = ("batch", "each")
 Tell = Callable[[str, int, int], None]
 

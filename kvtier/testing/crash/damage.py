@@ -24,8 +24,6 @@ from kvtier.testing.crash import kills, workload
 from kvtier.testing.crash.judge import Findings, Verdict, in_child, judge, serve, version_of
 from kvtier.testing.crash.workload import NAMES, Told
 
-__all__ = ["at_rest", "bases", "while_open"]
-
 _HEADER_BYTES: Final = 256
 _LOT: Final = 250  # of damages done by one process
 _PAGE_HEADER: Final = 16

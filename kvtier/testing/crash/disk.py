@@ -20,8 +20,6 @@ from typing import Final, NamedTuple
 from kvtier.errors import Unavailable
 from kvtier.testing.crash.tracing import Call, trace
 
-__all__ = ["Disk", "Event", "loaded", "notes", "record", "written"]
-
 SECTOR: Final = 512
 _VECTOR: Final = struct.Struct("<QQ")
 

@@ -22,8 +22,6 @@ from kvtier.testing.records import NAMESPACE, aligned, make_record
 from kvtier.tiers import exact
 from kvtier.tiers.store import Status
 
-__all__ = ["Findings", "Verdict", "in_child", "judge", "read_all", "serve", "version_of", "weigh"]
-
 _POISON: Final = 0xAB
 _SECONDS: Final = 60
 _MOST_NOTES: Final = 50

@@ -18,8 +18,6 @@ from kvtier.testing.crash.judge import Findings, Verdict, judge, weigh
 from kvtier.testing.crash.steps import PieceIO, Steps, stepping
 from kvtier.testing.crash.tracing import KILL, Call, fork_and_wait, trace
 
-__all__ = ["at_calls", "at_steps", "failing_calls", "while_recovering"]
-
 _TURNS: Final = 30
 _TORN_TURNS: Final = 12
 _ERRORS: Final = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EMFILE, errno.EINTR)

@@ -12,8 +12,6 @@ from typing import Final
 from kvtier.testing.crash import disk, kills, workload
 from kvtier.testing.crash.judge import Findings, judge
 
-__all__ = ["power_losses"]
-
 _TURNS: Final = 30
 
 

@@ -17,8 +17,6 @@ from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_index import Index
 from kvtier.storage_backends.slab_ledger import Ledger
 
-__all__ = ["NAMED", "PIECES", "PieceIO", "Steps", "stepping"]
-
 PIECES: Final = 16
 """In how many pieces a payload is written, in any order."""
 

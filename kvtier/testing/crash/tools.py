@@ -31,8 +31,6 @@ from kvtier.testing.crash.workload import GONE, NAMES, Told
 from kvtier.testing.records import fetch, is_exact, make_record
 from kvtier.tiers.store import Status, Write
 
-__all__ = ["TOOLS", "at_calls", "at_steps", "power_losses"]
-
 _CAPACITY: Final = 6 << 20
 _STRANGER: Final = hashlib.sha256(b"kvtier.testing.stranger").digest()
 _STRANGER_BYTES: Final = 5000

@@ -21,8 +21,6 @@ from typing import Final
 
 from kvtier.errors import Unavailable
 
-__all__ = ["CAN_FAIL", "KILL", "Call", "can_trace", "fork_and_wait", "trace"]
-
 KILL: Final = -1
 """What a visitor returns to have the child killed before the call is made."""
 

@@ -31,22 +31,6 @@ from kvtier.storage_backends.slab_index import IndexFull, unpack_entry
 from kvtier.testing.records import make_record
 from kvtier.tiers.store import Status, Write
 
-__all__ = [
-    "CAPACITY",
-    "GONE",
-    "HEALED",
-    "NAMES",
-    "Clock",
-    "Told",
-    "log_of",
-    "open_store",
-    "prefill",
-    "record_of",
-    "told",
-    "work",
-    "work_on_a_bad_disk",
-]
-
 CAPACITY: Final = 3 << 20
 NAMES: Final = 24
 GONE: Final = -1
