@@ -23,6 +23,7 @@ from kvtier.device.descriptors import Numbers, Runs, allocated, joined
 from kvtier.device.driver import Buffer, Driver, Event, Work
 from kvtier.device.layout import byte_pages
 from kvtier.device.paths import LINK_BYTES, Choice, Table
+from kvtier.device.pinning import Pinned
 from kvtier.device.spread import Spread, spreads
 from kvtier.device.staging import Stage, Staged
 from kvtier.errors import ConfigError, MisuseError
@@ -174,7 +175,7 @@ class CudaDevice:
         self._table = table
         self.way = way
         self._staging_bytes = staging_bytes
-        self._pinned: dict[int, int] = {}
+        self._pinned = Pinned(driver)
         self._streams: dict[Role, CudaStream] = {
             "load": CudaStream(driver, driver.stream(), in_flight),
             "store": CudaStream(driver, driver.stream(), in_flight),
@@ -193,16 +194,13 @@ class CudaDevice:
 
     def pin(self, memory: NDArray[np.uint8]) -> None:
         """See Device."""
-        address, size = memory.ctypes.data, memory.nbytes
-        if not size or self._pinned.get(address) == size:
+        if self._pinned.holds(memory):
             return
-        for old, extent in list(self._pinned.items()):
-            if old < address + size and address < old + extent:
-                self._drain(_CLOSE_SECONDS)  # that memory is gone, or is this one by another size
-                self.driver.unpin(old)
-                del self._pinned[old]
-        self.driver.pin(address, size)
-        self._pinned[address] = size
+        stale = self._pinned.stale(memory)
+        if stale:  # what was mapped there is gone, or this is it by another size
+            self._drain(_CLOSE_SECONDS)
+            self._pinned.drop(stale)
+        self._pinned.add(memory)
 
     def host_fence(self) -> CudaFence:
         """See Device. A fence of the stream that the calling thread computes on."""
@@ -247,8 +245,7 @@ class CudaDevice:
         if not self._drain(_CLOSE_SECONDS):
             _log.warning("%s still copies at close; its memory stays pinned", self.name)
             return
-        while self._pinned:
-            self.driver.unpin(self._pinned.popitem()[0])
+        self._pinned.drop()
         self.driver.close()
 
     def _drain(self, timeout: float) -> bool:
@@ -273,7 +270,7 @@ class CudaDevice:
         each = spreads(groups)
         for spread in chain.from_iterable(each):
             low, high = spread.reach()
-            if not any(at <= low and high <= at + size for at, size in self._pinned.items()):
+            if not self._pinned.covers(low, high):
                 raise MisuseError(
                     f"slots at {low:#x} to {high:#x} are not in one memory that this device has "
                     "pinned: call its pin() with the arena's memory first"

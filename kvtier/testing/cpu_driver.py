@@ -35,7 +35,7 @@ class _Memory:
 class CpuDriver:
     """See Driver. streams: makes one by its name. compute: the stream of ``caller``, if any.
 
-    pinned: what is registered. calls: what was enqueued.
+    pinned: what is registered. registered: the addresses, each time. calls: what was enqueued.
     """
 
     name = "a CPU in the place of a GPU"
@@ -51,6 +51,7 @@ class CpuDriver:
     ) -> None:
         self.batches = batches
         self.pinned: dict[int, int] = {}
+        self.registered: list[int] = []
         self.calls: list[str] = []
         self.refuses = False
         self._make = streams
@@ -108,6 +109,7 @@ class CpuDriver:
         if any(at < address + nbytes and address < at + size for at, size in self.pinned.items()):
             raise ConfigError("memory is pinned twice")
         self.pinned[address] = nbytes
+        self.registered.append(address)
 
     def unpin(self, address: int) -> None:
         """See Driver."""

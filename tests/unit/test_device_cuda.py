@@ -327,25 +327,6 @@ def test_what_does_not_match_is_refused_and_nothing_is_enqueued():
         assert driver.calls == []
 
 
-def test_pinned_memory_that_is_refused_is_an_error():
-    driver = CpuDriver()
-    driver.refuses = True
-    with closing(made(None, driver)) as device, pytest.raises(ConfigError, match="not pinned"):
-        device.pin(np.zeros(64, np.uint8))
-
-
-def test_memory_is_pinned_once_exactly_and_let_go_at_the_end():
-    driver, memory = CpuDriver(), np.zeros(4096 + 7, np.uint8)
-    with closing(made(None, driver)) as device:
-        device.pin(memory)
-        device.pin(memory)
-        assert driver.pinned == {memory.ctypes.data: memory.nbytes}
-        device.pin(memory[5:])  # mapped anew, over what was there
-        assert driver.pinned == {memory.ctypes.data + 5: memory.nbytes - 5}
-        device.pin(memory[:0])
-    assert driver.pinned == {}
-
-
 def test_what_hangs_at_close_stays_pinned(monkeypatch):
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.05)
     driver, gate = CpuDriver(), CpuFence()
