@@ -17,10 +17,9 @@ from kvtier.identity.geometry import DTYPE_BYTES
 from kvtier.identity.namespace import Namespace
 from kvtier.identity.record import Part
 from kvtier.identity.shape import Shape
-from kvtier.late import open_late
 from kvtier.memory.arena import Arena, slot_bytes_for
 from kvtier.metrics import Metrics
-from kvtier.opening import check_room, index_tiers, open_tiers
+from kvtier.opening import check_room, index_tiers, open_late, open_tiers
 from kvtier.policies.ages import Ages
 from kvtier.policies.door import load_policy
 from kvtier.seams import CancelledError, Flow

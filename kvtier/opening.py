@@ -1,19 +1,24 @@
-"""Opening: from a Config to tiers, and from what durable tiers hold to the index."""
+"""Opening: from a Config to tiers, and from what durable tiers hold to the index.
+
+What cannot be opened yet is opened, and indexed, as soon as it can be.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
-from kvtier.catalog.catalog import Catalog, Parts
+from kvtier.catalog.catalog import LOT, Catalog, Parts
+from kvtier.catalog.strays import Strays
 from kvtier.clock import Clock
 from kvtier.codecs.door import load_codec
 from kvtier.config import Config, TierConfig, load_store, store_types
-from kvtier.errors import ConfigError, Unreachable, unknown
+from kvtier.errors import ConfigError, MisuseError, Unreachable, unknown
 from kvtier.identity.record import Part as PartName
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow
@@ -22,11 +27,13 @@ from kvtier.tiers.coding import Coding
 from kvtier.tiers.stock import Stock, StockedStore, stock_of
 from kvtier.tiers.store import Capabilities, LateStore, Store
 from kvtier.tiers.tier import Tier
-from kvtier.tiers.unopened import UnopenedStore
+from kvtier.tiers.unopened import AGAIN_SECONDS, UnopenedStore
 from kvtier.units import format_bytes, format_least
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
+
+T = TypeVar("T")
 
 
 def open_tiers(
@@ -42,7 +49,7 @@ def open_tiers(
 
     part_bytes: of each part of one chunk, for which every tier must have room; or none yet.
     again: they were open before, by the same config. What cannot be opened then, and what does
-    not answer at any time, is a tier all the same, with an UnopenedStore: see ``late``.
+    not answer at any time, is a tier all the same, with an UnopenedStore: see ``open_late``.
     """
     types = store_types()
     tiers: dict[int, Tier] = {}
@@ -177,3 +184,66 @@ def _parts(
         owners[stock.kind],
         footprints[which],
     )
+
+
+# ---- late, on the flow loop
+
+
+async def open_late(number: int, tier: Tier, catalog: Catalog, strays: Strays) -> None:
+    """Try to open a tier's Store until that works, index what it has, and then use it.
+
+    strays: what was withdrawn since is among them, and not indexed.
+    """
+    unopened = tier.store
+    if not isinstance(unopened, UnopenedStore):
+        return
+    while not await _opened_now(number, tier, unopened, catalog, strays):
+        pass
+
+
+async def _opened_now(
+    number: int, tier: Tier, unopened: UnopenedStore, catalog: Catalog, strays: Strays
+) -> bool:
+    """Try once, after a while; say whether that was the last time."""
+    look = functools.partial(listed, catalog, tier, sizes={})
+    await asyncio.sleep(AGAIN_SECONDS)
+    try:
+        found = await tier.io(_tried, lambda: unopened.again(look))
+        if isinstance(found, BaseException):
+            tier.fails_to_open(str(found) or type(found).__name__)
+            return False
+        store, parts = found
+        if parts is not None:
+            await _take_in(parts, number, catalog, strays)
+        tier.take(store)
+    except MisuseError:  # the tier was closed
+        return True
+    except Exception as error:  # noqa: BLE001  (a defect must not leave it away for good)
+        tier.fails_to_open(f"{type(error).__name__}: {error}")
+        return False
+    catalog.lists(number)
+    return True
+
+
+def _tried(call: Callable[[], T]) -> T | BaseException:
+    """Return what a call returns, or raises: a plug-in may raise what a loop takes for its own."""
+    try:
+        return call()
+    except BaseException as error:  # noqa: BLE001  (P2)
+        return error
+
+
+async def _take_in(parts: Parts, number: int, catalog: Catalog, strays: Strays) -> None:
+    """Index parts in a catalog that is in use; those that were withdrawn are charged as strays."""
+    withdrawn = catalog.watch()
+    try:
+        for count, at in enumerate(parts.heads_first(), 1):
+            name, charged = parts.names[at], int(parts.charged[at])
+            if name in strays:
+                strays.charge(name, charged)
+            else:
+                catalog.stored(parts.part(at), number, charged, withdrawn)
+            if not count % LOT:
+                await asyncio.sleep(0)  # engine threads wait for the Catalog's lock
+    finally:
+        catalog.unwatch(withdrawn)

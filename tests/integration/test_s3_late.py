@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from kvtier import late
+from kvtier import opening
 from kvtier.testing.daemonloop import soon
 from kvtier.testing.proxy import DelayProxy
 from kvtier.testing.toy import CHUNK, Toy, dram, opened, prompt
@@ -26,7 +26,7 @@ def host(location: str, endpoint: str) -> Toy:
 def test_a_server_that_is_away_at_opening_is_used_once_it_is_back(
     s3_server, s3_location, monkeypatch
 ):
-    monkeypatch.setattr(late, "AGAIN_SECONDS", 0.05)
+    monkeypatch.setattr(opening, "AGAIN_SECONDS", 0.05)
     with closing(host(s3_location, s3_server.endpoint)) as other:
         other.save("a", TOKENS)
         away = socket.socket()  # bound, so that the port is ours, and not listening: refused

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from msgspec import structs
 
-from kvtier import late, opening
+from kvtier import opening
 from kvtier.catalog.catalog import Parts
 from kvtier.catalog.strays import Strays
 from kvtier.clock import monotonic
@@ -30,7 +30,7 @@ from kvtier.tiers.unopened import UnopenedStore
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch):
     """Let nobody wait for the next attempt."""
-    monkeypatch.setattr(late, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(opening, "AGAIN_SECONDS", 0.0)
 
 
 def columns(parts) -> Parts:
@@ -58,7 +58,7 @@ def test_what_is_withdrawn_just_then_is_not_indexed(monkeypatch, noted):
 
     if not noted:
         monkeypatch.setattr(catalog, "watch", dict)
-    asyncio.run(late._take_in(columns(parts), LMDB, catalog, Sly()))
+    asyncio.run(opening._take_in(columns(parts), LMDB, catalog, Sly()))
     assert small.found(parts) == ([] if noted else [LMDB] * 2)
     small.close()
 
@@ -70,7 +70,7 @@ def test_what_was_withdrawn_before_is_not_indexed_but_paid_for():
     tier: Any = Disk(small.clock)
     strays = Strays(tier, functools.partial(small.catalog.take_withdrawn, LMDB))
     assert (len(strays), strays.nbytes) == (1, 0)
-    asyncio.run(late._take_in(columns(parts), LMDB, small.catalog, strays))
+    asyncio.run(opening._take_in(columns(parts), LMDB, small.catalog, strays))
     assert small.found(parts) == [LMDB] * 2
     assert (len(strays), strays.nbytes) == (1, PART_BYTES)
     asyncio.run(strays.delete({}))
@@ -89,7 +89,7 @@ def test_what_fails_once_it_is_open_is_said_and_tried_again(tmp_path, monkeypatc
         return opened[-1]
 
     tier = Tier("lmdb", UnopenedStore(kind, opens, "away"), flow, Metrics(), monotonic)
-    place, name = (late, step) if step == "_take_in" else (tier, step)
+    place, name = (opening, step) if step == "_take_in" else (tier, step)
     sound, troubles = getattr(place, name), []
 
     def fails(*args):
@@ -100,7 +100,7 @@ def test_what_fails_once_it_is_open_is_said_and_tried_again(tmp_path, monkeypatc
         raise ValueError("a defect")
 
     monkeypatch.setattr(place, name, fails)
-    flow.spawn(late.open_late(LMDB, tier, small.catalog, Strays(tier))).result(20)
+    flow.spawn(opening.open_late(LMDB, tier, small.catalog, Strays(tier))).result(20)
     assert troubles == ["open: away", "open: ValueError: a defect"]
     assert (tier.trouble, tier.available) == ("", True)
     assert tier.store is opened[2]
@@ -114,7 +114,7 @@ def test_it_ends_with_its_tier(caplog):
     unopened = UnopenedStore(load_store(store_types()["lmdb"]), lambda: None, "away")
     tier = Tier("lmdb", unopened, flow, Metrics(), monotonic)
     tier.close()
-    flow.spawn(late.open_late(LMDB, tier, small.catalog, Strays(tier))).result(20)
+    flow.spawn(opening.open_late(LMDB, tier, small.catalog, Strays(tier))).result(20)
     assert "closed" not in caplog.text
     flow.close()
     small.close()

@@ -28,7 +28,7 @@ FLOORS = [
     "device",
     "catalog",
     "copyplan copier transfer retention prefix",
-    "asking flow config opening late desk plans depot local adviser recorder",
+    "asking flow config opening desk plans depot local adviser recorder",
     "daemon",
     "upkeep cache __init__",
     "connectors",

@@ -12,7 +12,7 @@ from typing import ClassVar
 import pytest
 
 import kvtier
-from kvtier import late, opening
+from kvtier import opening
 from kvtier.catalog import spill
 from kvtier.clock import monotonic
 from kvtier.config import Config, TierConfig, load_store, store_types
@@ -70,7 +70,7 @@ class Shy(MemoryStore):
 def shy(monkeypatch):
     """Let the scheme ``memory`` be a Shy, which is tried again without delay."""
     monkeypatch.setattr(opening, "load_store", lambda _: Shy)
-    monkeypatch.setattr(late, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(opening, "AGAIN_SECONDS", 0.01)
     monkeypatch.setattr(Shy, "error", Unreachable(f"cannot use {URL}: no route to host"))
     Shy.may_open.set()
     yield
@@ -196,7 +196,7 @@ def lmdb(path: Path) -> Config:
 def directory(tmp_path, monkeypatch):
     """Return a tier's directory with three chunks of prompts "a" and "b", which is away."""
     monkeypatch.undo()
-    monkeypatch.setattr(late, "AGAIN_SECONDS", 0.01)
+    monkeypatch.setattr(opening, "AGAIN_SECONDS", 0.01)
     path = tmp_path / "kv"
     daemon = SmallDaemon(16, f"lmdb:{path}?capacity=4MiB")
     client = daemon.client(1)
