@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
 from kvtier.catalog.catalog import Catalog, Part
@@ -51,14 +51,29 @@ class Asking:
         return bool(self._shared) and self._probe.due(name)
 
     def asked(self, name: RecordId) -> str:
-        """Tell whether the shared tiers were asked for a part that the index does not know."""
-        shared = ", ".join(tier.name for tier in self._shared.values())
-        seconds = self._probe.asked(name)
-        if not shared:
+        """Tell whether the shared tiers were asked for a part that the index does not know.
+
+        And what each said then, or why it could not be asked, as far as that still is so.
+        """
+        found = self._probe.asked(name)
+        if not self._shared:
             return ""
-        if seconds is None:
-            return f" {shared} was not asked yet; a fetch asks."
-        return f" {shared} had it not when asked {ago(seconds)}."
+        if found is None:
+            return f" {self._named(self._shared)} was not asked yet; a fetch asks."
+        seconds, missed = found
+        lacking = [each for each in self._shared if each not in (*missed.failed, *missed.newer)]
+        said = []
+        if missed.failed:
+            whys = "; ".join(filter(None, (self._shared[each].ails for each in missed.failed)))
+            said.append(f"{self._named(missed.failed)} failed{whys and f' ({whys})'}")
+        if missed.newer:
+            said.append(f"{self._named(missed.newer)} had it of a version that is not read here")
+        if lacking:
+            said.append(f"{self._named(lacking)} had it not")
+        return f" {', '.join(said)} when asked {ago(seconds)}."
+
+    def _named(self, numbers: Iterable[int]) -> str:
+        return ", ".join(self._shared[each].name for each in numbers)
 
     async def within(self, prefix: Prefix, known: int, seconds: float) -> bool:
         """Ask the shared tiers for what they have of a prompt beyond the `known` chunks.
@@ -85,6 +100,7 @@ class Asking:
         shape = prefix.shape
         stop = min(-(-prefix.limit // shape.chunk_tokens), len(prefix.names))
         places = shape.always or tuple(range(len(shape.names)))
+        said: dict[int, list[Status]] = {}  # by tier, of what may have the chunk `known`
         for number, tier in self._shared.items():
             withdrawn = self._catalog.watch()
             try:
@@ -92,7 +108,8 @@ class Asking:
                 orders = [tier.longest_order(shape.nbytes[at]) for at in places]
                 for order in dict.fromkeys(orders):  # parts of one grid are looked up together
                     some = [at for at, one in zip(places, orders, strict=True) if one == order]
-                    found = await self._search(prefix, known, found, number, some, deadline)
+                    told = said.setdefault(number, [])
+                    found = await self._search(prefix, known, found, number, some, deadline, told)
                 if found > known:
                     parts = [prefix.part(c, at) for c in range(known, found) for at in places]
                     self._note(parts, number, withdrawn)
@@ -100,7 +117,9 @@ class Asking:
                     return True
             finally:
                 self._catalog.unwatch(withdrawn)
-        self._probe.missing(prefix.names[known][0])
+        failed = [number for number, each in said.items() if Status.FAILED in each]
+        newer = [number for number, each in said.items() if Status.NEWER in each]
+        self._probe.missing(prefix.names[known][0], failed, newer)
         return False
 
     def _before_doomed(self, prefix: Prefix, known: int, stop: int, number: int) -> int:
@@ -121,11 +140,13 @@ class Asking:
         number: int,
         places: Sequence[int],
         deadline: Deadline,
+        said: list[Status],
     ) -> int:
         """Return how far a tier has the parts of one grid, from a known chunk on.
 
         Of each run one part is asked for, and of the next prompt's another, so that a look-up
         costs the same for many ranks; what the others lack, their reads find out.
+        said: what the answers about the first chunk are added to.
         """
         tier, names, nbytes = self._shared[number], prefix.names, prefix.shape.nbytes
         self._searches += 1
@@ -135,7 +156,9 @@ class Asking:
             chosen = [places[(run.start + turn) % len(places)] for run in runs]
             last = [names[run.stop - 1][at] for run, at in zip(runs, chosen, strict=True)]
             packs = [pack_id(name, run.order) for name, run in zip(last, runs, strict=True)]
-            return [status is Status.OK for status in await tier.contains(packs, deadline)]
+            told = await tier.contains(packs, deadline)
+            said.extend(one for run, one in zip(runs, told, strict=True) if run.start <= known)
+            return [status is Status.OK for status in told]
 
         end, packs = await search(known, stop, tier.longest_order(nbytes[places[0]]), ask)
         for run, at in itertools.product(packs, places):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.clock import Clock
 from kvtier.tiers.pack import Run, runs_over
@@ -125,25 +125,38 @@ def _order(run: Run) -> int:
     return run.order
 
 
+class Missed(NamedTuple):
+    """Until when a part is not asked for, and of which tiers it is not known that they lack it.
+
+    failed: those that could not be asked; newer: those that have it of a later version.
+    """
+
+    until: float
+    failed: tuple[int, ...] = ()
+    newer: tuple[int, ...] = ()
+
+
 class Probe:
-    """Remembers for a short time what a shared tier did not have, in bounded memory."""
+    """Remembers for a short time what shared tiers did not have, in bounded memory."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._absent: OrderedDict[bytes, float] = OrderedDict()
+        self._absent: OrderedDict[bytes, Missed] = OrderedDict()
 
     def due(self, name: bytes) -> bool:
         """Say whether it is worth asking for the part: it was not found missing just now."""
-        return self._absent.get(name, 0.0) <= self._clock()
+        found = self._absent.get(name)
+        return found is None or found.until <= self._clock()
 
-    def asked(self, name: bytes) -> float | None:
-        """Return how many seconds ago the part was found missing, if that is known."""
-        until = self._absent.get(name)
-        return None if until is None else self._clock() - until + _TTL_SECONDS
+    def asked(self, name: bytes) -> tuple[float, Missed] | None:
+        """Return how many seconds ago the part was not found, and where, if that is known."""
+        found = self._absent.get(name)
+        return None if found is None else (self._clock() - found.until + _TTL_SECONDS, found)
 
-    def missing(self, name: bytes) -> None:
-        """Remember that the part was not there."""
+    def missing(self, name: bytes, failed: Sequence[int] = (), newer: Sequence[int] = ()) -> None:
+        """Remember that the part was not found. failed, newer: see Missed."""
         self._absent.pop(name, None)
         if len(self._absent) >= _REMEMBERED:
             self._absent.popitem(last=False)
-        self._absent[name] = self._clock() + _TTL_SECONDS
+        until = self._clock() + _TTL_SECONDS
+        self._absent[name] = Missed(until, tuple(failed), tuple(newer))

@@ -24,10 +24,10 @@ class Ailments:
 
     def fails(self, verb: str, cause: str) -> None:
         """Note that one has failed."""
+        self._cause[verb] = cause  # first: whoever asks does so from any thread
         self._failed[verb] = self._failed.get(verb, 0) + 1
-        self._cause[verb] = cause
 
     def trouble(self, least: int = IN_A_ROW) -> str:
         """Return what does not work, `least` times in a row, and why; nothing while all does."""
-        ails = [verb for verb, count in self._failed.items() if count >= least]
+        ails = [verb for verb, count in tuple(self._failed.items()) if count >= least]
         return "; ".join(f"{verb}: {self._cause[verb]}" for verb in sorted(ails))

@@ -128,6 +128,11 @@ class Tier:
             return _HANGS
         return self._ailments.trouble(IN_A_ROW if self._breaker.closed else 1)
 
+    @property
+    def ails(self) -> str:
+        """Return what of it did not work the last time, and why."""
+        return self._ailments.trouble(1)
+
     def footprint(self, nbytes: int, *, encoded: bool = False, store: Store | None = None) -> int:
         """Return the bytes of the budget that a part takes; its payload if the Store fails.
 
@@ -207,9 +212,8 @@ class Tier:
 
     async def contains(self, ids: Sequence[RecordId], deadline: Deadline = NEVER) -> list[Status]:
         """Say which records are there; a hint, since a shared tier changes by itself."""
-        failed = [Status.FAILED] * len(ids)
-        look = self.store.contains_many
-        out = await self._call("look up", look, list(ids), failed, deadline=deadline)
+        none, look = [Status.FAILED] * len(ids), self.store.contains_many
+        out = await self._call("look up", look, list(ids), none, deadline=deadline)
         return self._mending.looked(ids, out)
 
     # ---- packs

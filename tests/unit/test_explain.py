@@ -23,7 +23,6 @@ from kvtier.config import TierConfig
 from kvtier.identity.geometry import Component, Geometry, Needs
 from kvtier.identity.shape import chunk_shape
 from kvtier.storage_backends.memory import MemoryStore
-from kvtier.testing.simhost import SharedMemory
 from kvtier.testing.small_catalog import LMDB, SHAPE, SmallCatalog, chain, names
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, NAMESPACE, Toy, prompt
 from kvtier.transfer import CopyResult, CopyStatus
@@ -245,16 +244,6 @@ def test_a_tier_that_does_not_answer(toy):
     found = toy.cache.explain(TOKENS)
     assert found.usable == toy.cache.match(TOKENS).tokens == 0
     assert (where(toy)[0], found.end) == ("memory", End(0, "memory does not answer."))
-
-
-def test_a_shared_tier_that_was_not_asked_yet_and_one_that_had_it_not():
-    config = kvtier.Config(8 * CHUNK_BYTES, (TierConfig("memory", "", None, store=SharedMemory()),))
-    toy = Toy(kvtier.open(config, namespace=NAMESPACE))
-    assert "memory was not asked yet; a fetch asks." in toy.cache.explain(TOKENS).end.why
-    match = toy.cache.match(TOKENS)
-    assert toy.cache.fetch(match, timeout=20, deadline=60).result(20) is None
-    assert "memory had it not when asked just now." in toy.cache.explain(TOKENS).end.why
-    toy.close()
 
 
 # ------------------------------------------------------------------------------- hybrid, in words

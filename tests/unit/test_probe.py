@@ -109,6 +109,15 @@ def test_what_was_missing_is_not_asked_for_until_its_time_is_over():
     assert one.due(b"a")
 
 
+def test_of_what_was_missing_it_is_remembered_who_could_not_be_asked():
+    clock = Clock()
+    one = Probe(clock)
+    assert one.asked(b"a") is None
+    one.missing(b"a", [1], [2])
+    clock.now += 2
+    assert one.asked(b"a") == (2.0, probe.Missed(clock.now + 3, (1,), (2,)))
+
+
 def test_what_is_missing_again_is_remembered_for_longest(monkeypatch):
     monkeypatch.setattr(probe, "_REMEMBERED", 3)
     clock = Clock()
