@@ -12,11 +12,11 @@ submit: how long the call itself takes for a part of 2 MiB, of 64 planes, of 16 
 that are smaller, scattered, with holes, or in a row; by the clock, and by this thread's CPU time.
 checked: the same in the race checker. planned: what a GPU's device does before the driver's calls,
 by CPU time, with a driver that does nothing: for sixteen such chunks in one call, and as many of 32
-MiB, as 256 tokens of Llama-3-8B have, microseconds a chunk of each way, and a run of bytes of the
-batched one. grouped: a load of 16 chunks of 2 MiB,
-by its plan, in 8 groups of layers. layer 0: which part of a load's bytes has landed when the
-reference engine computes its first layer behind it (both: ``device_layers.py``). With --device
-cuda it is the GPU that is measured, by ``device_gpu.py``.
+MiB, as 256 tokens of Llama-3-8B have, and where each layer has a tensor, microseconds a chunk of
+each way, and a run of bytes of the batched one. grouped: a load of 16 chunks of 2 MiB, by its plan,
+in 8 groups of layers, also where each layer has a tensor. layer 0: which part of a load's bytes has
+landed when the reference engine computes its first layer behind it (both: ``device_layers.py``).
+With --device cuda it is the GPU that is measured, by ``device_gpu.py``.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from kvtier.device.layout import bytes_at
 from kvtier.device.paths import DEFAULT, PATHS, Choice
 from kvtier.device.race import Checked
 from kvtier.device.spread import describe
+from kvtier.device.stack import stacked
 from kvtier.errors import ConfigError
 from kvtier.testing.cpu_driver import CpuDriver
 
@@ -179,14 +180,20 @@ class Idle(CpuDriver):
         """Copy nothing."""
 
 
-def planned(kind: str, count: int, size: int) -> dict[str, Any]:
+def planned(kind: str, count: int, size: int, tensors: int = 1) -> dict[str, Any]:
     """Return the microseconds of planning a chunk, way by way, and a run of a batched copy.
 
-    Nothing is copied: pages and slots are addresses, and no memory.
+    Nothing is copied: pages and slots are addresses, and no memory. tensors: in which the planes
+    lie, with some memory between them.
     """
-    many, block = 16, size // PLANES // count
+    many, block, planes = 16, size // PLANES // count, PLANES // tensors
     row = 8 * count * block
-    pages = bytes_at(None, 1 << 40, (PLANES, 8 * count, block), (row, block, 1))
+    (pages,) = stacked(
+        [
+            bytes_at(None, at * planes * 2 * row, (planes, 8 * count, block), (row, block, 1))
+            for at in range(1, tensors + 1)
+        ]
+    )
     slots = bytes_at(None, 1 << 44, (many, PLANES, count, block), (size, count * block, block, 1))
     copies = [Copy(pages, ids(kind, count, at % 8), slot) for at, slot in enumerate(slots)]
     runs = len(describe(copies))
@@ -274,9 +281,11 @@ def main() -> int:
         }
     plans = {name: planned(*kind, SIZES["2MiB"]) for name, kind in KINDS.items()}
     plans["16 blocks, 32 MiB"] = planned("scattered", BLOCKS, 32 << 20)
+    plans["16 blocks, a tensor a layer"] = planned("scattered", BLOCKS, SIZES["2MiB"], PLANES // 2)
     import device_layers
 
     landed, grouped = device_layers.layers(ROUNDS), device_layers.submit(ROUNDS * 5)
+    apart = device_layers.submit(ROUNDS * 5, apart=True)
     counted = ratios[next(iter(PLANE_BYTES))]
     cpu: dict[str, object] = {
         f"{way}_over_copyto": {name: row[way]["median"] for name, row in counted.items()}
@@ -284,6 +293,7 @@ def main() -> int:
     }
     cpu["submit_us_per_chunk"] = told["median"]
     cpu["grouped_submit_us_per_chunk"] = grouped["median"]
+    cpu["grouped_submit_us_per_chunk_of_a_tensor_a_layer"] = apart["median"]
     cpu["checked_submit_us_per_chunk"] = checked["median"]
     cpu["submit_us"], cpu["planned_us"] = others, plans
     cpu["layer0_before_bytes_fraction"] = landed["fraction"]["median"]
@@ -295,6 +305,8 @@ def main() -> int:
         "grouped_submit_us": grouped,
     }
     tell(ratios, told, checked, grouped, others, plans)
+    low, high = apart["min"], apart["max"]
+    print(f"submit   {apart['median']:6.1f} us grouped ({low:.1f} to {high:.1f}): a tensor a layer")
     part = landed["fraction"]
     print(f"layer 0  {part['median']:.3f} of a load's bytes landed before it ", end="")
     print(f"({part['min']:.3f} to {part['max']:.3f}), in {landed['groups']} groups of layers")

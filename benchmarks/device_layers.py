@@ -91,8 +91,11 @@ class Watched(CpuDevice):
         return held
 
 
-def submit(rounds: int) -> dict[str, float]:
-    """Return the microseconds a chunk that it takes to enqueue a load of 16 chunks of 2 MiB."""
+def submit(rounds: int, *, apart: bool = False) -> dict[str, float]:
+    """Return the microseconds a chunk that it takes to enqueue a load of 16 chunks of 2 MiB.
+
+    apart: each layer has a tensor of its own.
+    """
     geometry = kvtier.Geometry(
         (kvtier.Component(LAYERS, KV_HEADS, HEAD),), block_tokens=(2,), chunk_tokens=32
     )
@@ -107,7 +110,7 @@ def submit(rounds: int) -> dict[str, float]:
     )
     plan = CopyPlan(PLAN_VERSION, 1, "load", arena.id, 32 * chunks, tuple(parts))
     with closing(CpuDevice()) as device, closing(arena):
-        pages = Pages(geometry, arena, [kv], device)
+        pages = Pages(geometry, arena, [list(kv) if apart else kv], device)
         for _ in range(rounds + 1):
             begin = time.perf_counter()
             transfer = pages.execute(plan, (device.host_fence(),))

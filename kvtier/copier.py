@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from kvtier.checks import check_kind, check_whole
 from kvtier.copyplan import CopyPlan, PlanPart
 from kvtier.device.base import Copy, Cuts, Device, Fence, PlaneGroups
+from kvtier.device.stack import Planes, stacked
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.geometry import (
     DTYPE_BYTES,
@@ -244,27 +245,26 @@ class _Kind:
                 f"component {component.name!r} has {layers} layers here, and {len(tensor)} tensors"
             )
         tensors, planes = (tensor, component.planes) if apart else ([tensor], self.planes)
-        self.pages = [device.pages(one, planes, self.block_bytes) for one in tensors]
+        self.pages = stacked([device.pages(one, planes, self.block_bytes) for one in tensors])
         self.count = min(pages.shape[1] for pages in self.pages)
-        self._in_groups: dict[int, list[tuple[NDArray[np.uint8], slice, Cuts]]] = {}
+        self._in_groups: dict[int, list[tuple[Planes, slice, Cuts]]] = {}
 
-    def in_groups(self, count: int) -> list[tuple[NDArray[np.uint8], slice, Cuts]]:
+    def in_groups(self, count: int) -> list[tuple[Planes, slice, Cuts]]:
         """Return all pages, their planes in a slot, and which are in which group of layers."""
         found = self._in_groups.get(count)
         if found is None:
             planes = self.planes // self.layers
             groups = [group_layers(self.layers, at, count) for at in range(count)]
-            bounds = tuple((group.start * planes, group.stop * planes) for group in groups)
-            found = [(self.pages[0], slice(None), bounds)]
-            if len(self.pages) > 1:
-                found = [
-                    (
-                        pages,
-                        slice(layer * planes, (layer + 1) * planes),
-                        tuple((0, planes if layer in group else 0) for group in groups),
-                    )
-                    for layer, pages in enumerate(self.pages)
-                ]
+            bounds = [(group.start * planes, group.stop * planes) for group in groups]
+            found, at = [], 0
+            for pages in self.pages:
+                stop = at + len(pages)
+                cuts = tuple(
+                    (min(max(low, at), stop) - at, min(max(high, at), stop) - at)
+                    for low, high in bounds
+                )
+                found.append((pages, slice(at, stop), cuts))
+                at = stop
             self._in_groups[count] = found
         return found
 

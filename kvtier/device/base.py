@@ -8,6 +8,9 @@ from typing import Any, Final, Literal, NamedTuple, Protocol, overload, runtime_
 import numpy as np
 from numpy.typing import NDArray
 
+from kvtier.device.stack import Bytes, Planes, Stack
+from kvtier.errors import MisuseError
+
 __all__ = ["HOLE", "Copy", "Device", "Fence", "PlaneGroups", "Role", "Stream", "block_runs"]
 
 Role = Literal["load", "store"]
@@ -43,20 +46,37 @@ class Copy(NamedTuple):
     """One copy between blocks of a paged cache and part of a slot.
 
     pages: bytes of the paged cache, uint8 [planes, blocks, bytes of a block], the last of them
-        dense. Of a GPU's memory it only says where that is: nobody on the host looks inside.
+        dense, of one tensor or of several alike. Of a GPU's memory it only says where that is:
+        nobody on the host looks inside.
     blocks: ids of the engine's blocks, in token order, or HOLE; read when the copy is enqueued,
         not later.
     slot: bytes of the same tokens in the slot, uint8 [planes, len(blocks), bytes of a block];
         strided along planes when only some of a chunk's tokens are copied.
     """
 
-    pages: NDArray[np.uint8]
+    pages: Planes
     blocks: Sequence[int]
-    slot: NDArray[np.uint8]
+    slot: Bytes
 
     def cut(self, planes: slice) -> Copy:
         """Return the copy of some of the planes."""
         return Copy(self.pages[planes], self.blocks, self.slot[planes])
+
+    def tensors(self) -> Iterator[tuple[Bytes, Bytes]]:
+        """Yield the pages of each tensor, and its part of the slot.
+
+        Raises MisuseError for a slot of more or fewer planes than several tensors have.
+        """
+        pages, slot = self.pages, self.slot
+        if not isinstance(pages, Stack):
+            yield pages, slot
+            return
+        if len(slot) != len(pages):
+            raise MisuseError(f"pages {pages.shape} do not match their slot {slot.shape}")
+        at = 0
+        for tensor in pages.tensors:
+            yield tensor, slot[at : at + len(tensor)]
+            at += len(tensor)
 
 
 Cuts = tuple[tuple[int, int], ...]
@@ -91,7 +111,8 @@ class PlaneGroups(Sequence[list[Copy]]):
             raise IndexError(index)
         found: list[Copy] = []
         before: tuple[object, object] = (None, None)
-        planes, view = slice(0), np.empty(0, np.uint8)
+        planes = slice(0)
+        view: Planes = np.empty(0, np.uint8)
         for (pages, blocks, slot), cuts in zip(self.copies, self.cuts, strict=True):
             if (
                 pages is not before[0] or cuts is not before[1]

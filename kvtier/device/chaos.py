@@ -18,6 +18,7 @@ from typing import Final, Literal, NamedTuple, get_args
 from kvtier.clock import monotonic
 from kvtier.device.base import Copy, Fence
 from kvtier.device.cpu import CpuDevice, CpuFence, CpuStream
+from kvtier.device.stack import Bytes
 from kvtier.errors import MisuseError, unknown
 
 __all__ = ["ORDERS", "POISON", "ChaosDevice", "ChaosFence", "ChaosStream", "Order"]
@@ -245,23 +246,25 @@ class ChaosDevice(CpuDevice):
             fits = copy.slot.shape == (shape[0], len(blocks), shape[2])
             pieces = [copy]
             if fits and blocks and shape[0] and 0 <= min(blocks) <= max(blocks) < shape[1]:
-                stream.enqueue(partial(_poison, copy, into_slot=into_slot))
-                pieces = self._pieces(copy)
+                each = list(copy.tensors())
+                stream.enqueue(partial(_poison, each, blocks, into_slot=into_slot))
+                pieces = [one for some, slot in each for one in self._pieces(some, blocks, slot)]
+                self._schedule.rng.shuffle(pieces)
             for piece in pieces:
                 super()._enqueue(stream, [piece], into_slot=into_slot)
 
-    def _pieces(self, copy: Copy) -> list[Copy]:
-        planes, _, size = copy.pages.shape
+    def _pieces(self, pages: Bytes, blocks: Sequence[int], slot: Bytes) -> list[Copy]:
+        planes, _, size = pages.shape
         pieces = []
-        for some, which, part in self._cut((range(planes), range(len(copy.blocks)), range(size))):
+        for some, which, part in self._cut((range(planes), range(len(blocks)), range(size))):
             rows, inner = slice(some.start, some.stop), slice(part.start, part.stop)
             columns = slice(which.start, which.stop)
-            slot = copy.slot[rows, columns, inner]
-            pieces.append(Copy(copy.pages[rows, :, inner], copy.blocks[columns], slot))
+            mine = slot[rows, columns, inner]
+            pieces.append(Copy(pages[rows, :, inner], blocks[columns], mine))
         return pieces
 
     def _cut(self, whole: tuple[range, range, range]) -> list[tuple[range, range, range]]:
-        """Cut a box of planes, blocks and bytes into some, in any order."""
+        """Cut a box of planes, blocks and bytes into some."""
         rng, boxes = self._schedule.rng, [whole]
         for _ in range(rng.choice(_PIECES) - 1):
             planes, blocks, inner = boxes.pop(rng.randrange(len(boxes)))
@@ -272,7 +275,6 @@ class ChaosDevice(CpuDevice):
                 sides[axis] = half
                 if half:
                     boxes.append((sides[0], sides[1], sides[2]))
-        rng.shuffle(boxes)
         return boxes
 
 
@@ -294,8 +296,9 @@ def _look(fence: Fence) -> None:
         fence.done()
 
 
-def _poison(copy: Copy, *, into_slot: bool) -> None:
-    if into_slot:
-        copy.slot[:] = POISON
-    else:
-        copy.pages[:, list(copy.blocks)] = POISON
+def _poison(each: Sequence[tuple[Bytes, Bytes]], blocks: Sequence[int], *, into_slot: bool) -> None:
+    for pages, slot in each:
+        if into_slot:
+            slot[:] = POISON
+        else:
+            pages[:, list(blocks)] = POISON

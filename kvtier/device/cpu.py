@@ -224,11 +224,22 @@ def _copy_all(copies: Sequence[Copy], *, into_slot: bool) -> None:
 
 def _copy(copy: Copy, *, into_slot: bool) -> None:
     runs = list(block_runs(copy.blocks))
-    pages, slot = copy.pages, copy.slot
     if _scattered(copy, runs):
-        blocks = np.array(copy.blocks)
-        (_gather if into_slot else _scatter)(_whole(pages), blocks, _whole(slot))
+        blocks, move = np.array(copy.blocks), _gather if into_slot else _scatter
+        for pages, slot in copy.tensors():
+            move(_whole(pages), blocks, _whole(slot))
         return
+    for pages, slot in copy.tensors():
+        _copy_runs(pages, runs, slot, into_slot=into_slot)
+
+
+def _copy_runs(
+    pages: NDArray[np.uint8],
+    runs: Sequence[tuple[int, int, int]],
+    slot: NDArray[np.uint8],
+    *,
+    into_slot: bool,
+) -> None:
     for at, stop, first in runs:  # one strided copy each
         some, part = pages[:, first : first + stop - at], slot[:, at:stop]
         if some.shape != part.shape:  # numpy would repeat one block in the place of many

@@ -310,8 +310,9 @@ def _plain(fences: Sequence[Fence]) -> list[Fence]:
 
 def _pages(copy: Copy) -> list[Span]:
     """Return the addresses of a copy's blocks, run by run of consecutive ones."""
-    runs = block_runs(copy.blocks)
-    return spans([copy.pages[:, first : first + to - at] for at, to, first in runs])
+    runs = list(block_runs(copy.blocks))
+    each = (pages for pages, _ in copy.tensors())
+    return spans([pages[:, first : first + to - at] for pages in each for at, to, first in runs])
 
 
 def _slot(copy: Copy) -> list[Span]:

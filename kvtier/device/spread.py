@@ -18,14 +18,16 @@ from numpy.typing import NDArray
 
 from kvtier.device.base import HOLE, Copy, Cuts, PlaneGroups
 from kvtier.device.descriptors import CUT_BYTES, Numbers, Room, Runs, allocated, cut, joined
+from kvtier.device.stack import Planes, Stack
 from kvtier.errors import MisuseError
 
 __all__ = ["Spread", "describe", "spreads"]
 
 Signed = NDArray[np.int64]
 _Sizes = tuple[int, ...]
-_Shape = tuple[_Sizes, _Sizes, _Sizes]
-"""What makes copies alike: the shape of their pages, the strides of those, and of their slots."""
+_Shape = tuple[_Sizes, _Sizes, _Sizes, Stack | None]
+"""What makes copies alike: the shape of their pages, the strides of those, and of their slots; and
+the tensors whose planes they are, where those are several, with no one stride."""
 _Key = tuple[_Shape, tuple[int, ...]]
 """A shape, and which blocks there are: copies with the same have the same runs on a plane."""
 
@@ -78,10 +80,11 @@ class Spread:
         planes = len(self.planes[0])
         if planes == 1:
             return len(self.runs)
-        step = self.planes[:, 1:2] - self.planes[:, :1]
-        together = (step == self.runs.nbytes[self.first[:-1]]).all(axis=0)
+        pages, slots = self.planes[:, 1:] - self.planes[:, :-1]
+        together = self.runs.nbytes[self.first[:-1]] == slots[0]
         lone = self.counts == 1
-        return planes * len(self.runs) - (planes - 1) * int((together & lone).sum())
+        steps = int((pages == slots).sum())  # those of slots are all the same
+        return planes * len(self.runs) - steps * int((together & lone).sum())
 
     def cut(self, most: int = CUT_BYTES) -> Spread:
         """Return it with runs of at most so many bytes. See ``descriptors.cut``."""
@@ -140,7 +143,7 @@ def spreads(groups: Sequence[Sequence[Copy]]) -> list[list[Spread]]:
     """
     if isinstance(groups, PlaneGroups):
         return _cut_spreads(groups)
-    pages: dict[int, NDArray[np.uint8]] = {}
+    pages: dict[int, Planes] = {}
     asked: dict[_Key, list[Copy]] = {}
     each: list[dict[_Key, list[Copy]]] = []
     for copies in groups:
@@ -153,7 +156,7 @@ def spreads(groups: Sequence[Sequence[Copy]]) -> list[list[Spread]]:
         }
         each.append(keys)
         asked |= keys  # groups of layers have the same blocks, which are looked at once
-    begins = {key: one.ctypes.data for key, one in pages.items()}  # once each: it takes a while
+    begins = {key: _first(one) for key, one in pages.items()}  # once each: it takes a while
     known = {key: _on_a_plane(key[0], [one.blocks for one in some]) for key, some in asked.items()}
     found = (
         [_spread(key[0], some, begins, known[key]) for key, some in keys.items()] for keys in each
@@ -187,12 +190,17 @@ def _shape(copy: Copy) -> _Shape:
             f"{len(blocks)} blocks of {pages.shape} do not match their slot {slot.shape}, "
             f"strides {slot.strides}"
         )
-    return pages.shape, pages.strides, slot.strides
+    return pages.shape, pages.strides, slot.strides, pages if isinstance(pages, Stack) else None
+
+
+def _first(pages: Planes) -> int:
+    """Return where the first plane begins."""
+    return int(pages.begins[0]) if isinstance(pages, Stack) else pages.ctypes.data
 
 
 def _on_a_plane(shape: _Shape, every: Sequence[Sequence[int]]) -> _Found:
     """Return the runs of copies on a plane, from their blocks. See _Found."""
-    (_, among, size), (_, across, _), (_, slot_across, _) = shape
+    (_, among, size), (_, across, _), (_, slot_across, _), _ = shape
     before = list(accumulate(map(len, every), initial=0))
     packed = b"".join([struct.pack(f"{len(blocks)}q", *blocks) for blocks in every])
     ids = np.frombuffer(packed, np.int64)
@@ -213,7 +221,7 @@ def _on_a_plane(shape: _Shape, every: Sequence[Sequence[int]]) -> _Found:
 
 def _spread(shape: _Shape, copies: Sequence[Copy], begins: dict[int, int], found: _Found) -> Spread:
     """Return the runs of copies, whose pages begin where it is said."""
-    (planes, _, _), (along, _, _), (slot_along, slot_across, _) = shape
+    (planes, _, _), (along, _, _), (slot_along, slot_across, _), stack = shape
     counts = found.first[1:] - found.first[:-1]
     pages = np.array([begins[id(copy.pages)] for copy in copies])
     slots = np.array([_begin(copy.slot) for copy in copies]) - found.before[:-1] * slot_across
@@ -222,8 +230,10 @@ def _spread(shape: _Shape, copies: Sequence[Copy], begins: dict[int, int], found
         (found.slots + np.repeat(slots, counts)).view(np.uint64),
         found.nbytes.view(np.uint64),
     )
-    steps = np.array([[along], [slot_along]]) * np.arange(planes)
-    return Spread(steps.view(np.uint64), runs, found.first[np.append(True, counts > 0)])
+    steps = (np.array([[along], [slot_along]]) * np.arange(planes)).view(np.uint64)
+    if stack is not None:
+        steps[0] = stack.begins - stack.begins[0]
+    return Spread(steps, runs, found.first[np.append(True, counts > 0)])
 
 
 def _begin(slot: NDArray[np.uint8]) -> int:

@@ -15,11 +15,13 @@ from kvtier.device.cpu import CpuDevice, CpuStream
 from kvtier.device.cuda import CudaDevice, CudaStream
 from kvtier.device.paths import DEFAULT, Choice, Way
 from kvtier.device.race import Checked, CheckedStream, Race
+from kvtier.device.stack import stacked
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.layouts import by_planes
 from kvtier.transfer import CopyStatus, CopyTransfer
 
-PLANES: Final = 4  # two layers of K and V
+LAYERS: Final = 2
+PLANES: Final = 2 * LAYERS  # K and V
 BLOCKS: Final = 8
 BYTES: Final = 24
 CHUNK: Final = 2  # blocks
@@ -52,6 +54,9 @@ class Rig:
             self.device = Checked(cuda, self.races.append)
             self.compute = self.device.wrap(CudaStream(driver, self._queue, 1), "compute")
         self.kv = np.full((PLANES, BLOCKS, BYTES), POISON, np.uint8)
+        # On each other schedule, a layer is a tensor of its own.
+        layers = np.split(self.kv, LAYERS) if (seed or 0) % 2 else [self.kv]
+        (self.pages,) = stacked(layers)
         self.slots = np.full((SLOTS, PLANES, CHUNK, BYTES), POISON, np.uint8)
         self.staging = np.full((PLANES, CHUNK, BYTES), POISON, np.uint8)
         self.device.pin(self.slots)
@@ -117,14 +122,14 @@ class Rig:
         layers: slice = slice(None),
     ) -> Fence:
         """Copy blocks into a slot."""
-        copy = Copy(self.kv, blocks, self.slots[slot]).cut(layers)
+        copy = Copy(self.pages, blocks, self.slots[slot]).cut(layers)
         return self.device.gather(self.device.stream("store"), [copy], after)
 
     def load(
         self, blocks: Sequence[int], slot: int, after: Sequence[Fence] = (), groups: int = 1
     ) -> list[Fence]:
         """Copy a slot into blocks."""
-        copy = Copy(self.kv, blocks, self.slots[slot])
+        copy = Copy(self.pages, blocks, self.slots[slot])
         return self.device.scatter(self.device.stream("load"), by_planes([copy], groups), after)
 
     def fill(self, slot: int, value: int) -> None:

@@ -194,8 +194,8 @@ def half_a_batch_published(rig: Rig, edge: bool) -> bool:  # noqa: FBT001
     """One copy of a batch fails, and the batch is published because it has ended."""
     computed = rig.write([1, 2], 7)
     copies = [
-        Copy(rig.kv, [1, 2], rig.slots[0]),
-        Copy(rig.kv, [1, BLOCKS], rig.slots[1]),
+        Copy(rig.pages, [1, 2], rig.slots[0]),
+        Copy(rig.pages, [1, BLOCKS], rig.slots[1]),
     ]
     stored = rig.device.gather(rig.device.stream("store"), copies, [computed])
     status = settled([stored])

@@ -20,6 +20,7 @@ from kvtier.device.chaos import POISON
 from kvtier.device.descriptors import Runs, cut, joined
 from kvtier.device.layout import byte_pages
 from kvtier.device.spread import Spread, spreads
+from kvtier.device.stack import Bytes, Planes, stacked
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,8 @@ class Layout:
 
     shape: as it lies in memory. planes: dimensions that count planes; blocks: the one that counts
     blocks; what is left makes up a block. kept: what of it is KV. view: from there to the tensor
-    that is registered: planes, blocks, and then a block. dtype: of torch.
+    that is registered: planes, blocks, and then a block. dtype: of torch. apart: it is registered
+    as a tensor for each of its first dimension.
     """
 
     name: str
@@ -46,6 +48,16 @@ class Layout:
     view: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     dtype: str = "bfloat16"
     kept: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    apart: bool = False
+
+    def pages(
+        self, tensor: torch.Tensor, block_bytes: int, view: Callable[..., Bytes] = byte_pages
+    ) -> Planes:
+        """Return the pages of what is kept, each registered tensor of which a device views."""
+        registered = self.view(tensor)
+        each = list(registered) if self.apart else [registered]
+        (found,) = stacked([view(one, self.plane_count // len(each), block_bytes) for one in each])
+        return found
 
     @property
     def plane_count(self) -> int:
@@ -66,6 +78,11 @@ def _swapped(tensor: torch.Tensor) -> torch.Tensor:
 LAYOUTS: Final = (
     Layout("a tensor a layer", (BLOCKS, TOKENS, 2, 8), (), 0),
     Layout("K and V before blocks", (2, BLOCKS, TOKENS, 2, 8), (0,), 1),
+    Layout(
+        *("a tensor for each of three layers", (3, BLOCKS, 2, TOKENS, 2, 8), (0, 2), 1),
+        view=lambda tensor: tensor.movedim(2, 1),
+        apart=True,
+    ),
     Layout("all layers in one", (3, 2, BLOCKS, TOKENS, 2, 8), (0, 1), 2),
     Layout("K and V concatenated", (BLOCKS, TOKENS, 2, 2 * 8), (), 0, dtype="float16"),
     Layout("MLA latent", (3, BLOCKS, TOKENS, 36), (0,), 1),
@@ -220,13 +237,12 @@ class _Memory:
         shape = (*layout.shape[:-1], layout.shape[-1] * item)
         return layout.kept(torch.from_numpy(self.inside(self.whole)).view(shape))
 
-    def pages(self, layout: Layout, block_bytes: int) -> NDArray[np.uint8]:
+    def pages(self, layout: Layout, block_bytes: int) -> Planes:
         """Return the view that a device makes of the registered tensor."""
         import torch
 
         tensor = torch.from_numpy(self.inside(self.whole)).view(getattr(torch, layout.dtype))
-        tensor = layout.kept(tensor.view(layout.shape))
-        return byte_pages(layout.view(tensor), layout.plane_count, block_bytes)
+        return layout.pages(layout.kept(tensor.view(layout.shape)), block_bytes)
 
 
 def _is_joined(runs: Runs) -> bool:

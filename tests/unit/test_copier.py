@@ -222,6 +222,24 @@ def test_layers_with_a_tensor_each_make_the_same_parts(rank: Rank):
     )
 
 
+def test_layers_with_a_tensor_each_are_one_copy_a_part(rank: Rank):
+    seen: list[int] = []
+
+    class Counting(CpuDevice):
+        def gather(self, stream: Any, copies: Any, after: Any) -> Any:
+            seen.append(len(copies))
+            return super().gather(stream, copies, after)
+
+    apart = [[layer.copy() for layer in tensor] for tensor in rank.kv]
+    device = Counting()
+    plan = rank.plan(blocks=(7, 0, 10, 1))
+    for kv in (rank.kv, apart, [apart[0], [apart[1][0], apart[1][1][:, :11]]]):
+        pages = Pages(GEOMETRY, rank.arena, kv, device)
+        pages.execute(plan, after=()).result(SECONDS)
+    device.close()
+    assert seen == [2, 2, 3], "but for a layer of fewer blocks"
+
+
 def test_a_tensor_for_each_layer_means_for_each(rank: Rank):
     apart = [list(tensor) for tensor in rank.kv]
     with pytest.raises(ConfigError, match="has 3 layers here, and 2 tensors"):

@@ -68,7 +68,7 @@ def test_there_and_back_in_every_layout(device, arena, layout):
     chosen = [choice for choice in CHOICES.values() if choice]
     slots = cut(arena, len(chosen), layout.plane_count, 8, block)
     slots[:] = 0xAB
-    places = [device.pages(layout.view(one), layout.plane_count, block) for one in (source, target)]
+    places = [layout.pages(one, block, device.pages) for one in (source, target)]
     parts = [slot[:, 1 : 1 + len(ids)] for ids, slot in zip(chosen, slots, strict=True)]
     out, back = (
         [Copy(place, ids, part) for ids, part in zip(chosen, parts, strict=True)]
