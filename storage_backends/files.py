@@ -160,7 +160,9 @@ class FilesStore:
 
     def write_many(self, records: Sequence[Write]) -> list[Status]:
         """See Store. One after the other, so that ancestors are there before what needs them."""
-        return self._each(self._write, records, in_order=True)
+        with self._folder.use():
+            found = [self._try(self._write, one) for one in records]
+        return [one if isinstance(one, Status) else self._told(one, wrote=True) for one in found]
 
     def delete_many(self, ids: Sequence[RecordId]) -> list[Status]:
         """See Store."""
@@ -342,14 +344,10 @@ class FilesStore:
 
     # -------------------------------------------------------------------------------- one batch
 
-    def _each(
-        self, call: Callable[[A], Status], items: Sequence[A], *, in_order: bool = False
-    ) -> list[Status]:
+    def _each(self, call: Callable[[A], Status], items: Sequence[A]) -> list[Status]:
         attempt = functools.partial(self._try, call)
         with self._folder.use():
-            found: list[Status | Exception] = (
-                list(map(attempt, items)) if in_order else self._pool.each(attempt, items, _LATE)
-            )
+            found: list[Status | Exception] = self._pool.each(attempt, items, _LATE)
         return [one if isinstance(one, Status) else self._told(one) for one in found]
 
     @staticmethod
@@ -362,9 +360,12 @@ class FilesStore:
         except (OSError, Corrupt, Unavailable) as error:
             return error
 
-    def _told(self, error: object) -> Status:
-        """Return the status that an error stands for, and tell the operator of it."""
-        if isinstance(error, OSError) and error.errno in GONE:
+    def _told(self, error: object, *, wrote: bool = False) -> Status:
+        """Return the status that an error stands for, and tell the operator of it.
+
+        wrote: by who writes, to whom nothing is there already.
+        """
+        if isinstance(error, OSError) and error.errno in GONE and not wrote:
             return Status.ABSENT
         self.causes.note(_cause_of(error))
         if isinstance(error, Corrupt):
@@ -378,6 +379,8 @@ class FilesStore:
 def _cause_of(error: object) -> str:
     if isinstance(error, OSError):
         return errno.errorcode.get(error.errno or 0, "OSError")
+    if isinstance(error, Unavailable) and error.__cause__ is not None:
+        return _cause_of(error.__cause__)
     return error.cause if isinstance(error, Corrupt) else "lock"
 
 

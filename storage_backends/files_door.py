@@ -10,6 +10,7 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 from kvtier.storage_backends.files_folder import Folder
+from kvtier.storage_backends.files_usage import is_count
 from kvtier.storage_backends.slab_directory import config_error
 
 _FORMAT: Final = b"kvtier files store, format 1\n"
@@ -65,6 +66,11 @@ def _check_format(folder: Folder) -> None:
     try:
         descriptor = folder.look("format")
     except FileNotFoundError:
+        if not is_count(folder):
+            raise ConfigError(
+                f"{folder.path} is no files store, and has a file of the name usage that such a "
+                f"one writes to; choose another directory"
+            ) from None
         _replace(folder, "format", _FORMAT)
         return
     try:

@@ -81,6 +81,21 @@ class Folder:
         self._kept.append(self.change(name))
         return self._kept[-1]
 
+    def drop(self, descriptor: int) -> None:
+        """Close a file that was kept."""
+        self._kept.remove(descriptor)
+        os.close(descriptor)
+
+    def is_at(self, descriptor: int, name: str) -> bool:
+        """Say whether an open file has that name still."""
+        try:
+            found = os.stat(name, dir_fd=self._root, follow_symlinks=False)
+        except OSError as error:
+            if error.errno in GONE:
+                return False
+            raise
+        return os.path.samestat(found, os.fstat(descriptor))
+
     def look(self, name: str) -> int:
         """Open a file for reading and return its descriptor."""
         return os.open(name, _LOOK, dir_fd=self._root)

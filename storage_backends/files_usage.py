@@ -4,7 +4,8 @@ A file ``usage`` holds the count. Each change of it is made under a lock on that
 filesystem gives to one process on one host at a time. Bytes are counted before a file takes them
 and forgotten after they are free, so that a writer that dies in between leaves a count that is too
 high, never one that is too low; what the files take is counted anew at opening, and when the
-store seems to be full.
+store seems to be full. Where somebody has removed that file, or all files, hosts agree on a new
+one: a lock on a file that has no name any more keeps nobody out.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Final
 from kvtier.clock import Clock
 from kvtier.errors import ConfigError, Unavailable
 from kvtier.identity.record import HEADER_BYTES, checksum
-from kvtier.storage_backends.files_folder import Folder
+from kvtier.storage_backends.files_folder import GONE, Folder
 
 OVERHEAD: Final = 2 << 20
 """Bytes charged for the directories and the small files, whatever the records."""
@@ -35,6 +36,7 @@ SHELVES: Final = tuple(f"{number:02x}" for number in range(256))
 NAME: Final = re.compile(r"[0-9a-f]{64}-[0-9a-f]{20}\.kv")
 DRAFT: Final = re.compile(r"[0-9a-f]{64}-[0-9a-f]{20}\.[0-9a-f]{16}\.new")
 
+_FILE: Final = "usage"
 _PAGE: Final = 4096
 _ENTRY_CHARGE: Final = 512  # a name takes 96 bytes of its directory, and a draft's name 120
 _LOCK_SECONDS: Final = 5.0  # the longest wait for another writer
@@ -64,7 +66,7 @@ class Usage:
         self._clock = clock
         self._guard = threading.Lock()
         self._counted = -_COUNT_AGAIN_SECONDS
-        self._descriptor = folder.keep("usage")
+        self._descriptor = folder.keep(_FILE)
         with self.held():
             self._count()
 
@@ -74,7 +76,10 @@ class Usage:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep all other writers out meanwhile. Raises Unavailable after five seconds."""
+        """Keep all other writers out meanwhile.
+
+        Raises Unavailable after five seconds, and where the directory is gone.
+        """
         late = time.monotonic() + _LOCK_SECONDS
         if not self._guard.acquire(timeout=_LOCK_SECONDS):
             raise Unavailable(f"{self._folder.path}: a writer of this process holds its lock")
@@ -115,7 +120,7 @@ class Usage:
 
     def _read(self) -> int:
         raw = os.pread(self._descriptor, _COUNT.size + 16, 0)
-        if len(raw) != _COUNT.size + 16 or checksum(raw[: _COUNT.size]) != raw[_COUNT.size :]:
+        if not _whole(raw):
             return self._count()
         (used,) = _COUNT.unpack_from(raw)
         return int(used)
@@ -146,7 +151,7 @@ class Usage:
 
     def _lock(self, late: float) -> None:
         pause, longest = _POLL_SECONDS
-        while not lock(self._descriptor, fcntl.F_WRLCK, self._folder.path):
+        while not self._locked():
             if time.monotonic() > late:
                 raise Unavailable(
                     f"{self._folder.path}: another writer holds its lock for "
@@ -154,6 +159,44 @@ class Usage:
                 )
             time.sleep(pause)
             pause = min(2 * pause, longest)
+
+    def _locked(self) -> bool:
+        """Take the lock of the file that has its name now; False while another has it."""
+        try:
+            if not lock(self._descriptor, fcntl.F_WRLCK, self._folder.path):
+                return False
+            if self._folder.is_at(self._descriptor, _FILE):
+                return True
+        except OSError as error:
+            if error.errno not in GONE:
+                raise
+        old = self._descriptor
+        try:
+            self._descriptor = self._folder.keep(_FILE)  # who reads no count there makes one
+        except OSError as error:
+            raise Unavailable(
+                f"{self._folder.path}: it was removed while it is in use "
+                f"({errno.errorcode.get(error.errno or 0)}); open the tier again once it is there"
+            ) from error
+        self._folder.drop(old)
+        return False
+
+
+def is_count(folder: Folder) -> bool:
+    """Say whether what lies where the count does may be one, or is not there. Raises OSError."""
+    try:
+        descriptor = folder.look(_FILE)
+    except FileNotFoundError:
+        return True
+    try:
+        raw = os.pread(descriptor, _COUNT.size + 17, 0)
+    finally:
+        os.close(descriptor)
+    return not raw.strip(b"\0") or _whole(raw)
+
+
+def _whole(raw: bytes) -> bool:
+    return len(raw) == _COUNT.size + 16 and checksum(raw[: _COUNT.size]) == raw[_COUNT.size :]
 
 
 def lock(descriptor: int, kind: int, path: Path) -> bool:
