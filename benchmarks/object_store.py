@@ -37,6 +37,7 @@ from hung import hangs
 from msgspec import structs
 from plot import draw, option
 from raw_clients import IN_FLIGHT, LARGE, raw_boto, raw_clients
+from rounds import must
 from tiny import BLOCK, Found, note, opened, save
 
 import kvtier
@@ -198,12 +199,6 @@ def chain(count: int, size: int) -> list[Write]:
         whole.append(Write(structs.replace(header, parent=above, depth=depth), data))
         above = record_id(header.key, header.part)
     return whole
-
-
-def must(statuses: Sequence[Status]) -> None:
-    """Stop the benchmark when a record was not moved."""
-    if set(statuses) != {Status.OK}:
-        raise SystemExit(f"a record was not moved: {set(statuses)}")
 
 
 # --------------------------------------------------------------------------------------------- put

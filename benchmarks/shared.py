@@ -12,31 +12,24 @@ files   the Store's write_many and read_many, beside files written, synced and r
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import valkey
-from plot import draw, option
+from rounds import COUNT, RECORD, Contenders, measure, must, options, report
 
 from kvtier.seams import IoPool
 from kvtier.storage_backends.files import FilesStore
 from kvtier.storage_backends.valkey import ValkeyStore
 from kvtier.testing.records import aligned, make_record
 from kvtier.testing.valkey_server import ValkeyServer
-from kvtier.tiers.store import Status, Store, Write
+from kvtier.tiers.store import Store, Write
 
-RECORD = 5_898_240
-COUNT = 16
 PAIRS = ("valkey write", "valkey read", "files write", "files read")
-
-Contenders = dict[str, Callable[[], object]]
 
 
 def verbs(name: str, store: Store, records: Sequence[Write]) -> Contenders:
@@ -110,56 +103,18 @@ def on_files(folder: Path, records: Sequence[Write]) -> Iterator[Contenders]:
         store.close()
 
 
-def must(statuses: Sequence[Status]) -> None:
-    """Stop the benchmark when a record was not moved."""
-    if set(statuses) != {Status.OK}:
-        raise SystemExit(f"a record was not moved: {statuses}")
-
-
-def measure(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
-    """Return GB/s of each contender for each round, the rounds interleaved; one is for warming."""
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for turn in range(rounds + 1):
-        for name, call in contenders.items():
-            begin = time.perf_counter()
-            own = call()
-            seconds = own if isinstance(own, float) else time.perf_counter() - begin
-            if turn:
-                found[name].append(COUNT * RECORD / seconds / 1e9)
-    return found
-
-
 def main() -> None:
-    """Measure both, print a line a contender, and the ratio of each pair."""
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--dir", type=Path, default=Path(), help="on the disk to measure")
-    arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--json", type=Path)
-    option(arguments)
-    options = arguments.parse_args()
+    """Measure both, and report."""
+    asked = options(__doc__)
     records = [make_record(number, RECORD) for number in range(COUNT)]
     with on_valkey(records) as contenders:
-        found = measure(contenders, options.rounds)
+        found = measure(contenders, asked.rounds, warming=1)
     with (
-        tempfile.TemporaryDirectory(dir=options.dir) as folder,
+        tempfile.TemporaryDirectory(dir=asked.dir) as folder,
         on_files(Path(folder), records) as contenders,
     ):
-        found |= measure(contenders, options.rounds)
-    for name, rates in found.items():
-        median = statistics.median(rates)
-        print(f"{name:17} {median:6.2f} GB/s   ({min(rates):.2f} to {max(rates):.2f})")
-    ratios = {}
-    for name in PAIRS:
-        limit = " raw ".join(name.split())
-        each = sorted(a / b for a, b in zip(found[name], found[limit], strict=True))
-        ratios[name] = {"median": statistics.median(each), "low": each[0], "high": each[-1]}
-        print(
-            f"{name} over {limit}: {ratios[name]['median']:.2f} ({each[0]:.2f} to {each[-1]:.2f})"
-        )
-    if options.json:
-        options.json.write_text(json.dumps({"gb_per_s": found, "ratios": ratios}, indent=1) + "\n")
-    panels = {"GB/s": "got.*", "of the client library, or plain files": "of.*@1"}
-    draw({"got": found, "of": ratios}, options.plot, panels)
+        found |= measure(contenders, asked.rounds, warming=1)
+    report(found, asked, {name: " raw ".join(name.split()) for name in PAIRS})
 
 
 if __name__ == "__main__":

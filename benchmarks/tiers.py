@@ -13,18 +13,15 @@ s3     the Store's read_many on eight threads, beside boto3's get_object, same s
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import os
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
-from plot import draw, option
+from rounds import COUNT, RECORD, Contenders, measure, must, options, report
 
 from kvtier.device.base import Copy
 from kvtier.device.cpu import CpuDevice
@@ -36,11 +33,7 @@ from kvtier.testing.records import aligned, make_record
 from kvtier.testing.seaweed import SeaweedServer
 from kvtier.tiers.store import Status, Write
 
-RECORD = 5_898_240
-COUNT = 16
 PLANES, BLOCKS, BLOCK_BYTES = 60, 16, 6144
-
-Contenders = dict[str, Callable[[], object]]
 
 
 def dram() -> Contenders:
@@ -140,12 +133,6 @@ def read_one(store: S3Store, record: Write, buffer: memoryview) -> Status:
     return store.read_many([record.header.id], [buffer])[0].status
 
 
-def must(statuses: Sequence[Status]) -> None:
-    """Stop the benchmark when a record was not moved."""
-    if set(statuses) != {Status.OK}:
-        raise SystemExit(f"a record was not moved: {statuses}")
-
-
 def timed_after(prepare: Callable[[], object], call: Callable[[], object]) -> Callable[[], float]:
     """Return a call that prepares, and then times itself."""
 
@@ -158,50 +145,21 @@ def timed_after(prepare: Callable[[], object], call: Callable[[], object]) -> Ca
     return run
 
 
-def measure(contenders: Contenders, rounds: int) -> dict[str, list[float]]:
-    """Return GB/s of each contender for each round, the rounds interleaved."""
-    found: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(rounds):
-        for name, call in contenders.items():
-            begin = time.perf_counter()
-            own = call()
-            seconds = own if isinstance(own, float) else time.perf_counter() - begin
-            found[name].append(COUNT * RECORD / seconds / 1e9)
-    return found
-
-
 def main() -> None:
-    """Measure all tiers, print a line a contender, and the ratio of each pair."""
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--dir", type=Path, default=Path(), help="on the disk to measure")
-    arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--json", type=Path)
-    option(arguments)
-    options = arguments.parse_args()
-    found = measure(dram(), options.rounds)
-    with tempfile.TemporaryDirectory(dir=options.dir) as folder, lmdb(Path(folder)) as contenders:
-        found |= measure(contenders, options.rounds)
+    """Measure all tiers, and report."""
+    asked = options(__doc__)
+    found = measure(dram(), asked.rounds)
+    with tempfile.TemporaryDirectory(dir=asked.dir) as folder, lmdb(Path(folder)) as contenders:
+        found |= measure(contenders, asked.rounds)
     with s3() as contenders:
-        found |= measure(contenders, options.rounds)
-    for name, rates in found.items():
-        median = statistics.median(rates)
-        print(f"{name:15} {median:6.2f} GB/s   ({min(rates):.2f} to {max(rates):.2f})")
-    pairs = {
+        found |= measure(contenders, asked.rounds)
+    limits = {
         "dram scatter": "dram memcpy",
         "lmdb write": "lmdb raw write",
         "lmdb read": "lmdb raw read",
         "s3 read": "s3 raw read",
     }
-    ratios = {}
-    for name, limit in pairs.items():
-        each = sorted(a / b for a, b in zip(found[name], found[limit], strict=True))
-        ratios[name] = {"median": statistics.median(each), "low": each[0], "high": each[-1]}
-        print(
-            f"{name} over {limit}: {ratios[name]['median']:.2f} ({each[0]:.2f} to {each[-1]:.2f})"
-        )
-    if options.json:
-        options.json.write_text(json.dumps({"gb_per_s": found, "ratios": ratios}, indent=1) + "\n")
-    draw({"got": found, "of": ratios}, options.plot, {"GB/s": "got.*", "of its bound": "of.*@1"})
+    report(found, asked, limits)
 
 
 if __name__ == "__main__":
