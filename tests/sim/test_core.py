@@ -38,12 +38,6 @@ print("threads", loop.steps, loop.digest)
 """
 
 
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    """A faulty store is warned about; that is no news here."""
-    caplog.set_level("CRITICAL", logger="kvtier")
-
-
 @pytest.mark.parametrize("first", range(0, SEEDS, GROUP))
 def test_a_world_of_every_seed_ends_well(first):
     for seed in range(first, first + GROUP):

@@ -28,12 +28,6 @@ CALM = Scenario(
 )
 
 
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    """A faulty store is warned about; that is no news here."""
-    caplog.set_level("CRITICAL", logger="kvtier")
-
-
 def lives(seed: int, scenario: Scenario = CALM) -> list[dict[str, int]]:
     """Live through a world that crashes; return the events of each crash."""
     worlds = []

@@ -16,12 +16,6 @@ from kvtier.testing.simworld import run_world
 CALM = Scenario(dram_slots=8, tiers=(TierShape(None),), model="plain", clients=6, strangers=True)
 
 
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    """A faulty store is warned about; that is no news here."""
-    caplog.set_level("CRITICAL", logger="kvtier")
-
-
 def names(model: str, chunks: int):
     """Return the names of all parts of some chunks of a model on one rank."""
     count = len(MODELS[model].components)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from kvtier.testing.simscenario import Scenario, TierShape
 from kvtier.testing.simtask import SimError
 from kvtier.testing.simworld import run_world
@@ -13,12 +11,6 @@ from kvtier.tiers.tier import Tier
 
 SEEDS = range(24)
 PACKED = TierShape(None, shared=True, packed=True)
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    """A faulty store is warned about; that is no news here."""
-    caplog.set_level("CRITICAL", logger="kvtier")
 
 
 def lived(seed: int, **changes: object) -> None:

@@ -15,12 +15,6 @@ OTHERS = ("arc", "lfu", "s3fifo")  # test_core has the default
 OPS = 150
 
 
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    """A faulty store is warned about; that is no news here."""
-    caplog.set_level("CRITICAL", logger="kvtier")
-
-
 def live(policy: str) -> None:
     for seed in range(8):
         run_world(seed, replace(Scenario.draw(seed), ops=OPS, policy=policy))

@@ -47,12 +47,6 @@ class Unlocked(ThreadWorld):
         return cache
 
 
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    """A faulty store is warned about; that is no news here."""
-    caplog.set_level("CRITICAL", logger="kvtier")
-
-
 def world(seed: int) -> Scenario:
     """Return the world of a seed, as far as threads can live in it: nobody cancels a thread."""
     return replace(Scenario.draw(seed), crashes=(), hangs=False, cancel_rate=0.0)

@@ -14,12 +14,6 @@ from kvtier.testing.simworld import run_world
 SEEDS = 60
 
 
-@pytest.fixture(autouse=True)
-def quiet(caplog):
-    """A faulty store is warned about; that is no news here."""
-    caplog.set_level("CRITICAL", logger="kvtier")
-
-
 def first_failure() -> str:
     for seed in range(SEEDS):
         try:
