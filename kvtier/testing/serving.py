@@ -6,8 +6,11 @@ import contextlib
 import functools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
 
 import kvtier
 from kvtier.config import TierConfig, parse_tier
@@ -36,6 +39,7 @@ from kvtier.tiers.store import Read, Status, Write
 BLOCK: Final = 16
 CHUNK: Final = 64
 _GIVE_UP_SECONDS: Final = 20.0
+_SHORT: Final = Sampling(max_tokens=8)
 
 
 def small_model(seed: int = 1, layers: int = 2) -> Model:
@@ -51,6 +55,30 @@ def small_model(seed: int = 1, layers: int = 2) -> Model:
         context_tokens=1024,
     )
     return Model(random_weights(config, seed=seed))
+
+
+@functools.cache
+def one_model() -> Model:
+    """Return ``small_model()``, the same object each time; from now on torch has one thread."""
+    torch.set_num_threads(1)
+    return small_model()
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Return random tokens for any of the small models."""
+    tokens: list[int] = np.random.default_rng(seed).integers(0, 97, length).tolist()
+    return tokens
+
+
+@functools.cache
+def _alone(tokens: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
+    engine = Engine(one_model(), num_blocks=64, prefix_cache=False)
+    return engine.generate([tokens], sampling)[0].tokens
+
+
+def alone(tokens: Sequence[int], sampling: Sampling = _SHORT) -> tuple[int, ...]:
+    """Return what ``one_model()`` answers without any cache."""
+    return _alone(tuple(tokens), sampling)
 
 
 @functools.cache
@@ -177,3 +205,16 @@ class Serving:
 
 def _wait(gate: threading.Event) -> None:
     gate.wait(_GIVE_UP_SECONDS)
+
+
+@contextlib.contextmanager
+def servings() -> Iterator[Callable[..., Serving]]:
+    """Yield what makes a Serving of a model and options; they are closed at the end."""
+    with contextlib.ExitStack() as opened:
+
+        def open_one(model: AnyModel, **options: Any) -> Serving:
+            one = Serving(model, **options)
+            opened.callback(one.close)
+            return one
+
+        yield open_one

@@ -13,7 +13,7 @@ from kvtier.connectors.base import MISS
 from kvtier.engine import Engine, Kind, Sampling
 from kvtier.engine.tables import Pools
 from kvtier.identity.record import split_record_id
-from kvtier.testing.serving import CHUNK, Serving, small_hybrid
+from kvtier.testing.serving import CHUNK, Serving, servings, small_hybrid
 
 WINDOW = 48
 SAMPLING, LONG = Sampling(8), Sampling(60)
@@ -49,15 +49,8 @@ def alone(kinds, tokens, sampling=SAMPLING) -> tuple[int, ...]:
 @pytest.fixture
 def serving():
     """Open engines with caches, closed at the end of the test."""
-    opened = []
-
-    def open_one(kinds, **options) -> Serving:
-        opened.append(Serving(model(kinds), **options))
-        return opened[-1]
-
-    yield open_one
-    for one in opened:
-        one.close()
+    with servings() as open_one:
+        yield lambda kinds, **options: open_one(model(kinds), **options)
 
 
 def served(one: Serving, kinds, tokens, sampling=SAMPLING) -> dict[str, int]:

@@ -5,40 +5,22 @@ from __future__ import annotations
 import functools
 import hashlib
 
-import numpy as np
 import pytest
 import torch
 
 import kvtier
 from kvtier.engine import Engine, Sampling
-from kvtier.testing.serving import Serving, small_model
+from kvtier.testing.serving import Serving, one_model, prompt, servings
 
 SAMPLING = Sampling(max_tokens=8)
 HIDDEN = 48
 
 
-@functools.cache
-def model():
-    torch.set_num_threads(1)
-    return small_model()
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 97, length).tolist()
-
-
 @pytest.fixture
 def serving():
     """Open engines with caches, closed at the end of the test."""
-    opened = []
-
-    def open_one(**options) -> Serving:
-        opened.append(Serving(model(), **options))
-        return opened[-1]
-
-    yield open_one
-    for one in opened:
-        one.close()
+    with servings() as open_one:
+        yield functools.partial(open_one, one_model())
 
 
 class Image:
@@ -74,7 +56,7 @@ class Adapter:
 
 
 def alone(tokens, inputs):
-    engine = Engine(model(), num_blocks=64, prefix_cache=False)
+    engine = Engine(one_model(), num_blocks=64, prefix_cache=False)
     return tuple(output.token for output in engine.stream(tokens, SAMPLING, None, inputs))
 
 

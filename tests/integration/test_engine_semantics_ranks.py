@@ -6,7 +6,6 @@ import contextlib
 import itertools
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,14 +23,10 @@ from kvtier.engine.ranks import RankModel
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Needs
 from kvtier.testing.ranked import KINDS, RANKS, SHAPE, Ranks, shared_arena
-from kvtier.testing.serving import CHUNK, GatedStore
+from kvtier.testing.serving import CHUNK, GatedStore, prompt
 
 SAMPLING = Sampling(max_tokens=8)
 SEED = 1
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 97, length).tolist()
 
 
 class Tandem:

@@ -6,44 +6,20 @@ import functools
 
 import numpy as np
 import pytest
-import torch
 
-from kvtier.engine import Engine, Sampling
-from kvtier.testing.serving import CHUNK, Serving, small_model
+from kvtier.engine import Sampling
+from kvtier.testing.serving import CHUNK, Serving, alone, one_model, servings
 
 SAMPLING = Sampling(max_tokens=8)
 LONG = Sampling(max_tokens=60)
 CROWD = [np.random.default_rng(seed).integers(0, 97, 70).tolist() for seed in range(5)]
 
 
-@functools.cache
-def model():
-    torch.set_num_threads(1)
-    return small_model()
-
-
-@functools.cache
-def _alone(tokens: tuple[int, ...], sampling: Sampling) -> tuple[int, ...]:
-    engine = Engine(model(), num_blocks=64, prefix_cache=False)
-    return engine.generate([tokens], sampling)[0].tokens
-
-
-def alone(tokens, sampling=SAMPLING) -> tuple[int, ...]:
-    return _alone(tuple(tokens), sampling)
-
-
 @pytest.fixture
 def serving():
     """Open engines with caches, closed at the end of the test."""
-    opened = []
-
-    def open_one(**options) -> Serving:
-        opened.append(Serving(model(), **options))
-        return opened[-1]
-
-    yield open_one
-    for one in opened:
-        one.close()
+    with servings() as open_one:
+        yield functools.partial(open_one, one_model())
 
 
 def guess(tokens, most):

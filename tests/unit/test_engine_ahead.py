@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-import functools
-
-import numpy as np
 import pytest
-import torch
 
 from kvtier.engine import Engine, Sampling
 from kvtier.engine.scheduler import PENDING_TOKEN, Work
-from kvtier.testing.serving import small_model
-
-
-@functools.cache
-def model():
-    torch.set_num_threads(1)
-    return small_model()
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 97, length).tolist()
-
+from kvtier.testing.serving import one_model, prompt
 
 PROMPTS = [prompt(n, n) for n in (1, 15, 16, 17, 40, 90)]
 
 
 def answers_of(sampling: Sampling, prompts=PROMPTS, **options):
-    engine = Engine(model(), **{"num_blocks": 64, **options})
+    engine = Engine(one_model(), **{"num_blocks": 64, **options})
     completions = engine.generate(prompts, sampling)
     while not engine.idle:
         engine.step()
@@ -60,7 +45,7 @@ def test_answers_are_those_of_plain_scheduling(temperature, options):
 
 def test_the_scheduler_is_a_step_ahead(monkeypatch):
     """Every step but the first is scheduled with the token before it unknown."""
-    engine = Engine(model(), num_blocks=8, ahead=True)
+    engine = Engine(one_model(), num_blocks=8, ahead=True)
     schedule, spans = engine._scheduler.schedule, []
 
     def noted():
@@ -86,7 +71,7 @@ def test_a_stop_that_the_next_step_did_not_know_of_wastes_that_step_only():
 
 
 def test_an_abort_while_a_step_is_under_way_reaches_nobody_else():
-    engine = Engine(model(), num_blocks=8, ahead=True)
+    engine = Engine(one_model(), num_blocks=8, ahead=True)
     first = engine.submit(prompt(100), Sampling(20))
     for _ in range(3):
         engine.step()
@@ -106,7 +91,7 @@ def test_twin_what_a_step_says_of_a_preempted_request_must_not_count(monkeypatch
     assert sum(each.finish.stats.preemptions for each in found)
     assert tokens_of(found) == expected
     monkeypatch.setattr(Work, "current", True)
-    engine = Engine(model(), num_blocks=14, ahead=True)
+    engine = Engine(one_model(), num_blocks=14, ahead=True)
     ids = [engine.submit(tokens, Sampling(60)) for tokens in CROWD]
     outputs = [output for _ in range(200) for output in engine.step()]
     answers = [tuple(o.token for o in outputs if o.request_id == each) for each in ids]

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from kvtier.connectors.base import PENDING, Loaded, Match, Update
-from kvtier.engine import Engine, Model, ModelConfig, Sampling, random_weights
+from kvtier.engine import Engine, Model, Sampling
 from kvtier.errors import MisuseError
+from kvtier.testing.serving import one_model, prompt
 
 BLOCK = 16
 SAMPLING = Sampling(max_tokens=20)
@@ -140,22 +141,7 @@ class DictConnector:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    torch.set_num_threads(1)
-    config = ModelConfig(
-        vocab_size=97,
-        layers=2,
-        hidden_size=48,
-        heads=6,
-        kv_heads=2,
-        head_size=16,
-        intermediate_size=80,
-        context_tokens=1024,
-    )
-    return Model(random_weights(config, seed=1))
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 97, length).tolist()
+    return one_model()
 
 
 def connected(model, num_blocks=64, *, step_tokens=512, prefix_cache=False, **options):

@@ -6,22 +6,10 @@ import functools
 
 import numpy as np
 import pytest
-import torch
 
 from kvtier.engine import Engine, Sampling, prompt_lookup
 from kvtier.errors import ConfigError
-from kvtier.testing.serving import small_model
-
-
-@functools.cache
-def model():
-    torch.set_num_threads(1)
-    return small_model()
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 97, length).tolist()
-
+from kvtier.testing.serving import one_model, prompt
 
 PROMPTS = [prompt(n, n) for n in (1, 15, 17, 40, 90)]
 
@@ -45,7 +33,7 @@ class Oracle:
 
 
 def answers_of(sampling: Sampling, **options):
-    engine = Engine(model(), **{"num_blocks": 64, **options})
+    engine = Engine(one_model(), **{"num_blocks": 64, **options})
     completions = engine.generate(PROMPTS, sampling)
     assert engine._pools.pools[0].free == engine._pools.pools[0].num_blocks
     return completions
@@ -73,7 +61,7 @@ def test_right_and_wrong_guesses_change_no_answer(temperature, draft_tokens, wro
 def test_right_guesses_save_steps():
     sampling = Sampling(41)
     oracle = Oracle(dict(zip(map(tuple, PROMPTS), plain(sampling), strict=True)), 1000)
-    engine = Engine(model(), num_blocks=64, drafter=oracle, draft_tokens=4)
+    engine = Engine(one_model(), num_blocks=64, drafter=oracle, draft_tokens=4)
     for tokens in PROMPTS:
         engine.submit(tokens, sampling)
     steps = 0
@@ -87,7 +75,7 @@ def test_a_stop_token_among_the_drafts_ends_the_output():
     answer = plain(Sampling(40))[3]
     sampling = Sampling(40, stop=(answer[6],))
     oracle = Oracle({tuple(PROMPTS[3]): answer}, 1000)
-    engine = Engine(model(), num_blocks=64, drafter=oracle, draft_tokens=8)
+    engine = Engine(one_model(), num_blocks=64, drafter=oracle, draft_tokens=8)
     (completion,) = engine.generate([PROMPTS[3]], sampling)
     assert completion.tokens == answer[: answer.index(answer[6]) + 1]
     assert completion.finish.reason == "stop"
@@ -97,11 +85,11 @@ def test_rejected_tokens_enter_no_prefix_cache():
     """What an answer leaves behind serves the next turn, whose tokens are the accepted ones."""
     sampling = Sampling(40)
     oracle = Oracle(dict(zip(map(tuple, PROMPTS), plain(sampling), strict=True)), 3)
-    drafting = Engine(model(), num_blocks=64, drafter=oracle)
+    drafting = Engine(one_model(), num_blocks=64, drafter=oracle)
     for tokens, answer in zip(PROMPTS, plain(sampling), strict=True):
         drafting.generate([tokens], sampling)
         talk = [*tokens, *answer, 5]
-        expected = Engine(model(), num_blocks=64).generate([talk], Sampling(4))[0].tokens
+        expected = Engine(one_model(), num_blocks=64).generate([talk], Sampling(4))[0].tokens
         oracle.answers = {tuple(talk): expected, **oracle.answers}
         found = drafting.generate([talk], Sampling(4))[0]
         assert found.tokens == expected
@@ -130,4 +118,4 @@ def test_prompt_lookup_serves_an_engine():
 
 def test_drafts_do_not_go_with_steps_ahead():
     with pytest.raises(ConfigError, match="drafts need the outputs"):
-        Engine(model(), num_blocks=8, drafter=prompt_lookup, ahead=True)
+        Engine(one_model(), num_blocks=8, drafter=prompt_lookup, ahead=True)

@@ -8,32 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from kvtier.engine import Engine, Model, ModelConfig, Sampling, random_weights
+from kvtier.engine import Engine, Model, Sampling
 from kvtier.engine.compute import CpuCompute
 from kvtier.engine.sampler import Chosen, draw
 from kvtier.errors import ConfigError, MisuseError
+from kvtier.testing.serving import one_model, prompt
 
 GREEDY = Sampling(max_tokens=12)
 
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    torch.set_num_threads(1)
-    config = ModelConfig(
-        vocab_size=97,
-        layers=2,
-        hidden_size=48,
-        heads=6,
-        kv_heads=2,
-        head_size=16,
-        intermediate_size=80,
-        context_tokens=1024,
-    )
-    return Model(random_weights(config, seed=1))
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 97, length).tolist()
+    return one_model()
 
 
 def answers(engine: Engine, prompts: list[list[int]], sampling: Sampling) -> list[tuple[int, ...]]:

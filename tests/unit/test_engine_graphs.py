@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,15 +14,11 @@ from kvtier.engine.decode import DecodeShape, shape_for
 from kvtier.engine.graphs import DecodeGraphs
 from kvtier.engine.hybrid import Kind
 from kvtier.errors import ConfigError, MisuseError
-from kvtier.testing.serving import small_hybrid, small_model
+from kvtier.testing.serving import prompt, small_hybrid, small_model
 from kvtier.testing.tape import Tape, TapeCompute
 
 GREEDY = Sampling(max_tokens=12)
 LENGTHS = (1, 15, 16, 17, 70, 130)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 97, length).tolist()
 
 
 PROMPTS = [prompt(length, length) for length in LENGTHS]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,7 +17,7 @@ from kvtier.engine import (
 from kvtier.engine.tables import ABSENT, Hit, Pools
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Needs
-from kvtier.testing.serving import small_hybrid
+from kvtier.testing.serving import prompt, small_hybrid
 
 CHUNK = 64
 MIXES = [
@@ -37,10 +36,6 @@ SAMPLING = Sampling(20)
 def model(kinds):
     torch.set_num_threads(1)
     return small_hybrid(tuple(kinds), 40)
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 97, length).tolist()
 
 
 PROMPTS = [prompt(n, n) for n in (1, 15, 64, 65, 130)] + [prompt(130, 130)[:100] + prompt(40, 5)]
