@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier.errors import ConfigError, unknown
+from kvtier.errors import ConfigError, check_known
 from kvtier.identity.geometry import Component, Geometry, Needs, chunk_tokens_for
 from kvtier.identity.namespace import Namespace, Request, Span
 
@@ -40,9 +40,7 @@ def namespace_for(config: Any, kv: Any) -> Namespace:
     Raises ConfigError for a model whose KV cannot be restored, naming the layer and why.
     """
     options = config.kv_transfer_config.kv_connector_extra_config
-    for name in options:
-        if name not in OPTIONS:
-            raise unknown("key of kv_connector_extra_config", name, OPTIONS)
+    check_known("key of kv_connector_extra_config", options, OPTIONS)
     model, cache = config.model_config, config.cache_config
     architecture = model.hf_config.to_dict()
     revision = options.get("revision") or getattr(model.hf_config, "_commit_hash", None)

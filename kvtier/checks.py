@@ -26,7 +26,7 @@ def check_kind(
 ) -> None:
     """Raise `error` for what is not of that kind."""
     if not isinstance(value, kind):
-        raise error(f"{what} must be a {kind.__name__}, not {_shown(value)}")
+        raise error(f"{what} must be a {kind.__name__}, not {shown(value)}")
 
 
 def check_whole(
@@ -39,7 +39,7 @@ def check_whole(
     """Raise `error` for what is no whole number from `least` to `most`."""
     if not _counts(value, Integral) or value < least or (most is not None and value > most):
         end = "on" if most is None else f"to {most}"
-        raise error(f"{what} must be a whole number from {least} {end}, not {_shown(value)}")
+        raise error(f"{what} must be a whole number from {least} {end}, not {shown(value)}")
 
 
 def check_first(first: object) -> None:
@@ -50,7 +50,7 @@ def check_first(first: object) -> None:
 def check_seconds(what: str, seconds: Any) -> None:
     """Raise MisuseError for what no clock can count; to wait for less than nothing is allowed."""
     if not is_number(seconds) or not -TIMEOUT_MAX <= seconds <= TIMEOUT_MAX:
-        raise MisuseError(f"{what} of {_shown(seconds)} seconds is no time to wait")
+        raise MisuseError(f"{what} of {shown(seconds)} seconds is no time to wait")
 
 
 def check_wait(what: str, seconds: Any) -> None:
@@ -63,7 +63,7 @@ def check_wait(what: str, seconds: Any) -> None:
 def check_ahead(what: str, seconds: Any) -> None:
     """Raise MisuseError unless `seconds`, which a clock can count, lie in the future."""
     if not is_number(seconds) or not 0 < seconds <= TIMEOUT_MAX:
-        raise MisuseError(f"{what} lies {_shown(seconds)} seconds ahead; it must be in the future")
+        raise MisuseError(f"{what} lies {shown(seconds)} seconds ahead; it must be in the future")
 
 
 def _counts(value: object, kind: type) -> bool:
@@ -73,6 +73,7 @@ def _counts(value: object, kind: type) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return what an error repeats of what was passed: its beginning."""
     text = repr(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

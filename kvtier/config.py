@@ -19,7 +19,7 @@ from urllib.parse import parse_qsl
 from kvtier.catalog.owners import Quota, check_floors
 from kvtier.checks import check_kind, check_whole, is_number
 from kvtier.codecs.door import check_codec
-from kvtier.errors import ConfigError, unknown
+from kvtier.errors import ConfigError, check_known, unknown
 from kvtier.memory.numa import parse_nodes
 from kvtier.policies.door import DEFAULT, check_policy
 from kvtier.tiers.store import Store
@@ -161,9 +161,7 @@ def read_toml(path: str | Path, known: Sequence[str]) -> dict[str, object]:
         raise ConfigError(f"{path} is not TOML: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{str(path)!r} is no path: {error}") from error
-    for name in data:
-        if name not in known:
-            raise unknown("option", name, known)
+    check_known("option", data, known)
     return data
 
 
@@ -192,9 +190,7 @@ def _quota(tenant: str, table: object) -> Quota:
     """Read one tenant's table."""
     if not isinstance(table, dict):
         raise ConfigError(f'tenant {tenant!r} needs a table, such as floor = "10%"')
-    for name in table:
-        if name not in _QUOTA_OPTIONS:
-            raise unknown(f"option of tenant {tenant!r}", name, _QUOTA_OPTIONS)
+    check_known(f"option of tenant {tenant!r}", table, _QUOTA_OPTIONS)
     try:
         return Quota(**{name: parse_fraction(value) for name, value in table.items()})
     except ConfigError as error:
@@ -229,9 +225,7 @@ def parse_tier(url: str) -> TierConfig:
         raise ConfigError(f"tier {shown!r} needs a place after the colon")
     given = parse_options(shown, query)
     store = load_store(types[scheme])
-    for name in given:
-        if name not in store.OPTIONS and name not in _OWN_OPTIONS:
-            raise unknown(f"option of {scheme}", name, (*store.OPTIONS, *_OWN_OPTIONS))
+    check_known(f"option of {scheme}", given, (*store.OPTIONS, *_OWN_OPTIONS))
     if "capacity" not in given:
         raise ConfigError(f"tier {shown!r} has no capacity; add ?capacity=200GiB, say")
     capacity, budget = given["capacity"], given.get("write_budget")
@@ -264,9 +258,7 @@ def _dram(text: str) -> TierConfig:
     """Read what follows ``dram:``."""
     size, _, query = text.partition("?")
     given = parse_options(f"dram:{text}", query)
-    for name in given:
-        if name not in _DRAM_OPTIONS:
-            raise unknown("option of dram", name, _DRAM_OPTIONS)
+    check_known("option of dram", given, _DRAM_OPTIONS)
     policy = given.get("policy", DEFAULT)
     options = {"numa": _nodes(given["numa"])} if "numa" in given else {}
     return TierConfig(

@@ -19,23 +19,8 @@ come back as a status. An exception means that the caller's code or configuratio
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import ClassVar
-
-__all__ = [
-    "ConfigError",
-    "Corrupt",
-    "Full",
-    "KvtierError",
-    "MisuseError",
-    "NamespaceMismatch",
-    "Newer",
-    "ProtocolError",
-    "StoreError",
-    "Unavailable",
-    "Unreachable",
-    "unknown",
-]
 
 
 class KvtierError(Exception):
@@ -84,6 +69,13 @@ class Newer(Corrupt):
     """What was read is of a version that this kvtier does not read yet: it is left as it is."""
 
     cause: ClassVar[str] = "newer version"
+
+
+def check_known(kind: str, names: Iterable[str], choices: Collection[str]) -> None:
+    """Raise ConfigError for the first of the names that is not among `choices`."""
+    for name in names:
+        if name not in choices:
+            raise unknown(kind, name, choices)
 
 
 def unknown(kind: str, name: str, choices: Iterable[str]) -> ConfigError:

@@ -18,7 +18,7 @@ from kvtier.catalog.strays import Strays
 from kvtier.clock import Clock
 from kvtier.codecs.door import load_codec
 from kvtier.config import Config, TierConfig, load_store, store_types
-from kvtier.errors import ConfigError, MisuseError, Unreachable, unknown
+from kvtier.errors import ConfigError, MisuseError, Unreachable, check_known, unknown
 from kvtier.identity.record import Part as PartName
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow
@@ -81,9 +81,7 @@ def _opened(setting: TierConfig, types: Mapping[str, EntryPoint], *, again: bool
     if setting.scheme not in types:
         raise unknown("tier", setting.scheme, types)
     kind = load_store(types[setting.scheme])
-    for option in setting.options:
-        if option not in kind.OPTIONS:
-            raise unknown(f"option of {setting.scheme}", option, kind.OPTIONS)
+    check_known(f"option of {setting.scheme}", setting.options, kind.OPTIONS)
     opens = functools.partial(kind.open, setting.location, setting.capacity, setting.options)
     try:
         return opens()

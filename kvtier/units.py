@@ -26,6 +26,7 @@ _SECONDS: Final = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
 _NUMBER: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-zA-Z]*)\s*")
 _FRACTION: Final = re.compile(r"[0-9]{1,20}(?:\.[0-9]{1,20})?")
 _MAX_BYTES: Final = 1 << 60
+_LONGEST_WAIT: Final = 3600.0  # seconds
 
 
 def parse_bytes(text: str) -> int:
@@ -57,6 +58,14 @@ def parse_fraction(value: object) -> float:
     if isinstance(value, bool) or not _FRACTION.fullmatch(number):
         raise ConfigError(f"{value!r} is not a fraction; write it like 10% or 0.1")
     return float(number) / 100 if percent else float(number)
+
+
+def parse_timeout(text: str) -> float:
+    """Return seconds, above zero and not for ever. Raises ConfigError."""
+    seconds = parse_seconds(text)
+    if not 0 < seconds <= _LONGEST_WAIT:
+        raise ConfigError(f"the timeout {text!r} must be above zero and at most 1h, like 5s")
+    return seconds
 
 
 def format_bytes(count: int, digits: int = 4) -> str:

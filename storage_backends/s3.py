@@ -47,11 +47,11 @@ from kvtier.storage_backends.s3_service import (
     parse_addressing,
     parse_endpoint,
     parse_location,
-    parse_timeout,
     record_of,
 )
 from kvtier.storage_backends.scratch import copy
 from kvtier.tiers.store import Capabilities, Option, Read, Span, Status, Write
+from kvtier.units import parse_timeout
 
 A = TypeVar("A")
 

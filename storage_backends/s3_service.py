@@ -11,7 +11,6 @@ from kvtier.errors import ConfigError, unknown
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.s3_errors import CREDENTIALS
 from kvtier.tiers.store import Option
-from kvtier.units import parse_seconds
 
 _KEY_HEX: Final = 64  # characters of a name that are the chunk key; the part follows a dash
 _NAME: Final = re.compile(r"([0-9a-f]{64})-([0-9a-f]{20})")
@@ -21,8 +20,6 @@ _SECRETIVE: Final = ("key", "secret", "token", "password", "credential")
 
 PRICES: Final = {"PUT": 5e-6, "LIST": 5e-6, "GET": 4e-7, "HEAD": 4e-7, "DELETE": 0.0}
 """US dollars a request: S3 Standard, us-east-1, aws.amazon.com/s3/pricing, 2025."""
-
-_LONGEST_SECONDS: Final = 3600.0  # of a wait
 
 
 class Place(NamedTuple):
@@ -74,14 +71,6 @@ def parse_addressing(text: str) -> str:
             "(https://bucket.host)"
         )
     return text
-
-
-def parse_timeout(text: str) -> float:
-    """Return seconds, above zero and not for ever. Raises ConfigError."""
-    seconds = parse_seconds(text)
-    if not 0 < seconds <= _LONGEST_SECONDS:
-        raise ConfigError(f"the timeout {text!r} must be above zero and at most 1h, like 5s")
-    return seconds
 
 
 def parse_location(location: str) -> Place:

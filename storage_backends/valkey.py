@@ -29,7 +29,6 @@ from kvtier.storage_backends.valkey_service import (
     explain,
     meet,
     parse_location,
-    parse_timeout,
     parse_tls,
     refused,
     status_of,
@@ -37,7 +36,7 @@ from kvtier.storage_backends.valkey_service import (
     weather,
 )
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
-from kvtier.units import format_bytes
+from kvtier.units import format_bytes, parse_timeout
 
 A = TypeVar("A")
 T = TypeVar("T")

@@ -14,14 +14,12 @@ from urllib.parse import urlsplit
 from kvtier.errors import ConfigError, Corrupt, unknown
 from kvtier.storage_backends.valkey_link import BrokenError, Credentials, Link, Place, RefusedError
 from kvtier.tiers.store import Option, Status, unusable
-from kvtier.units import parse_seconds
 
 KEY: Final = "kvtier:"
 """What the names of our keys begin with."""
 
 _PORT: Final = 6379
 _MOST_DATABASES: Final = 1 << 16
-_LONGEST_SECONDS: Final = 3600.0  # of a wait
 _USER: Final = "KVTIER_VALKEY_USER"
 _PASSWORD: Final = "KVTIER_VALKEY_PASSWORD"  # noqa: S105  (the name of a variable)
 _CREDENTIALS: Final = f"set {_PASSWORD}, and {_USER} for a user of an ACL"
@@ -73,14 +71,6 @@ class Server(NamedTuple):
     def evicts(self) -> bool:
         """Say whether keys may go by themselves."""
         return self.policy != "noeviction"
-
-
-def parse_timeout(text: str) -> float:
-    """Return seconds, above zero and not for ever. Raises ConfigError."""
-    seconds = parse_seconds(text)
-    if not 0 < seconds <= _LONGEST_SECONDS:
-        raise ConfigError(f"the timeout {text!r} must be above zero and at most 1h, like 5s")
-    return seconds
 
 
 def parse_tls(text: str) -> str:

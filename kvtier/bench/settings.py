@@ -10,7 +10,7 @@ from typing import Final
 
 from kvtier.bench.bucket import bucket_url
 from kvtier.connectors.vllm_checks import SUPPORTED
-from kvtier.errors import ConfigError, unknown
+from kvtier.errors import ConfigError, check_known, unknown
 from kvtier.gpus import gpu_index, torch_for_gpu
 from kvtier.units import format_seconds
 
@@ -99,9 +99,7 @@ class Settings:
 def check_arms(names: Sequence[str]) -> tuple[str, ...]:
     """Return the arms by name, in the order of ARMS. Raises ConfigError for an unknown one."""
     names = [name.strip() for name in names if name.strip()]
-    for name in names:
-        if name not in ARMS:
-            raise unknown("arm", name, ARMS)
+    check_known("arm", names, ARMS)
     if not names:
         raise ConfigError(f"no arm is named; choose from: {', '.join(ARMS)}")
     return tuple(arm for arm in ARMS if arm in names)

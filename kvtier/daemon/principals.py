@@ -15,7 +15,7 @@ from kvtier.checks import check_kind, check_whole
 from kvtier.config import parse_tier, quotas_of, read_toml, urls_of
 from kvtier.daemon.place import check_path, real_path, runtime_folder
 from kvtier.daemon.settings import Settings
-from kvtier.errors import ConfigError, unknown
+from kvtier.errors import ConfigError, check_known
 from kvtier.recorder import RECORD_BYTES, Recording
 from kvtier.units import parse_bytes
 
@@ -86,9 +86,7 @@ def _principal(name: str, table: object, quotas: Mapping[str, Quota]) -> Princip
     where = f"principal {name!r}"
     if not isinstance(table, dict):
         raise ConfigError(f"{where} needs a table with uid, socket and tiers")
-    for option in table:
-        if option not in (*_PRINCIPAL, *_RECORD):
-            raise unknown(f"option of {where}", option, (*_PRINCIPAL, *_RECORD))
+    check_known(f"option of {where}", table, (*_PRINCIPAL, *_RECORD))
     for option in _PRINCIPAL:
         if option not in table:
             raise ConfigError(f"{where} has no {option}; it needs uid, socket and tiers")

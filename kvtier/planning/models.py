@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from kvtier.checks import shown
 from kvtier.errors import ConfigError, unknown
 from kvtier.planning.files import check_regular, what_is_wrong
 
@@ -173,7 +174,7 @@ def _read(path: Path) -> ModelSize:
         raise ConfigError(f"{path} is not a JSON object")
     text = config.get("text_config", config)  # of a model that sees images, too
     if not isinstance(text, dict):
-        raise ConfigError(f"{path}: text_config must be an object, not {_shown(text)}")
+        raise ConfigError(f"{path}: text_config must be an object, not {shown(text)}")
     config = text
     heads = _whole(path, config, "num_attention_heads")
     hidden = _whole(path, config, "hidden_size")
@@ -225,10 +226,5 @@ def _whole(path: Path, config: dict[str, Any], name: str, default: int | None = 
     if value is None:
         raise ConfigError(f"{path}: {name} is missing")
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _MOST:
-        raise ConfigError(f"{path}: {name} must be a whole number, not {_shown(value)}")
+        raise ConfigError(f"{path}: {name} must be a whole number, not {shown(value)}")
     return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -18,6 +18,7 @@ from typing import IO, Any, Final
 
 import zstandard
 
+from kvtier.checks import shown
 from kvtier.errors import ConfigError
 from kvtier.planning.files import (
     TraceFiles,
@@ -31,7 +32,6 @@ _MOST_BYTES: Final = 16 << 20
 _MOST_BLOCKS: Final = 1 << 20
 _MOST_NUMBER: Final = 1e15
 _NONE: Final = -1
-_SHOWN: Final = 80  # characters of what a line has that an error repeats
 
 
 class Trace:
@@ -122,9 +122,7 @@ class Trace:
                 del parent[fresh:]
                 while len(numbers) > fresh:
                     numbers.popitem()  # the last that came
-                raise ConfigError(
-                    f"hash_ids: {_shown(one)} stands behind another block than before"
-                )
+                raise ConfigError(f"hash_ids: {shown(one)} stands behind another block than before")
             found.append(block)
             above = block
         self._blocks.extend(found)
@@ -317,7 +315,7 @@ def _recording(trace: Trace, fields: dict[str, Any]) -> str:
     recording = fields.get("recording", trace.recording)
     if not isinstance(recording, str) or recording != (trace.recording or recording):
         raise ConfigError(
-            f"recording: {_shown(recording)}, and {trace.recording!r} above; hashes of two salts "
+            f"recording: {shown(recording)}, and {trace.recording!r} above; hashes of two salts "
             "never match: record with one, or replay them apart"
         )
     return recording
@@ -328,12 +326,7 @@ def _number(fields: dict[str, Any], name: str, kind: type, least: int = 0) -> fl
         raise ConfigError(f"{name}: it is missing")
     value = fields[name]
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
-        raise ConfigError(f"{name}: a number is needed, not {_shown(value)}")
+        raise ConfigError(f"{name}: a number is needed, not {shown(value)}")
     if not least <= value < _MOST_NUMBER:
-        raise ConfigError(f"{name}: {_shown(value)} is out of range")
+        raise ConfigError(f"{name}: {shown(value)} is out of range")
     return value
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
-from kvtier.errors import ConfigError, unknown
+from kvtier.errors import ConfigError, check_known
 from kvtier.testing.bounded import Endless, bounded
 from kvtier.testing.mutations import removed
 from kvtier.testing.simconditions import Cancel
@@ -51,9 +51,8 @@ class Schedule:
         drawn = Scenario.draw(self.seed)
         drawn = replace(drawn, ops=self.ops, only=self.only, shuffle=self.shuffle)
         drawn = replace(drawn, cancel_at=self.cancel)
+        check_known("trouble", self.without, TROUBLES)
         for what in self.without:
-            if what not in TROUBLES:
-                raise unknown("trouble", what, TROUBLES)
             drawn = drawn.without(what)
         if strangers := [number for number in self.only if not 0 <= number < drawn.clients]:
             raise ConfigError(
