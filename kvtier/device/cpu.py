@@ -7,9 +7,11 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import sub
 from typing import Any, Final
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvtier.device.base import Copy, Fence, Role, Stream, block_runs
@@ -223,13 +225,14 @@ def _copy_all(copies: Sequence[Copy], *, into_slot: bool) -> None:
 
 
 def _copy(copy: Copy, *, into_slot: bool) -> None:
-    runs = list(block_runs(copy.blocks))
-    if _scattered(copy, runs):
-        blocks, move = np.array(copy.blocks), _gather if into_slot else _scatter
-        for pages, slot in copy.tensors():
-            move(_whole(pages), blocks, _whole(slot))
+    tensors = list(copy.tensors())
+    if _scattered(copy) and all(_even(pages) for pages, _ in tensors):
+        ids, move = np.array(copy.blocks), _gather if into_slot else _scatter
+        for pages, slot in tensors:
+            move(_whole(pages), ids, _whole(slot))
         return
-    for pages, slot in copy.tensors():
+    runs = list(block_runs(copy.blocks))
+    for pages, slot in tensors:
         _copy_runs(pages, runs, slot, into_slot=into_slot)
 
 
@@ -247,19 +250,25 @@ def _copy_runs(
         np.copyto(*((part, some) if into_slot else (some, part)))
 
 
-def _scattered(copy: Copy, runs: Sequence[tuple[int, int, int]]) -> bool:
-    """Say whether a copy is of single blocks, all there, that lie side by side in each plane.
+def _scattered(copy: Copy) -> bool:
+    """Say whether a copy is of single blocks, and all of them there.
 
-    Then plane by plane is faster than block by block: it goes through memory that lies together.
-    What is not so, or is wrong, is left to the copy by runs.
+    Then one call for all is faster than one for each. What is wrong is left to the copy by runs.
     """
     blocks, (planes, count, size) = copy.blocks, copy.pages.shape
+    follow = list(map(sub, blocks[1:], blocks)).count(1)
     return (
-        2 * len(runs) > len(blocks) > 1
+        2 * (len(blocks) - follow) > len(blocks) > 1
         and copy.slot.shape == (planes, len(blocks), size)
+        and copy.slot.size > 0
         and 0 <= min(blocks) <= max(blocks) < count
-        and copy.pages.strides[1] == size > 0
     )
+
+
+def _even(pages: NDArray[np.uint8]) -> bool:
+    """Say whether blocks lie whole blocks apart, along planes as well: ``_gather`` counts so."""
+    (along, across, _), size = pages.strides, pages.shape[2]
+    return bool(along % size == across % size == 0 <= min(along, across))
 
 
 def _whole(array: NDArray[np.uint8]) -> NDArray[np.void]:
@@ -268,13 +277,22 @@ def _whole(array: NDArray[np.uint8]) -> NDArray[np.void]:
     return blocks
 
 
-def _gather(pages: NDArray[np.void], blocks: NDArray[np.int64], slot: NDArray[np.void]) -> None:
-    if slot.flags.c_contiguous:  # all planes by one call; of others numpy would make a copy
-        np.take(pages, blocks, axis=1, out=slot, mode="clip")  # in range: "raise" copies twice
+def _gather(pages: NDArray[np.void], ids: NDArray[np.int64], slot: NDArray[np.void]) -> None:
+    """Copy blocks into a slot, by ``np.take``.
+
+    It would first copy all of what it takes from, every page, or into, that is not in one piece.
+    """
+    if pages.flags.c_contiguous and slot.flags.c_contiguous:
+        np.take(pages, ids, axis=1, out=slot, mode="clip")  # in range: "raise" copies twice
         return
-    for plane, part in zip(pages, slot, strict=True):
-        np.take(plane, blocks, out=part, mode="clip")
+    (planes, count), size = pages.shape, pages.itemsize
+    along, across = (stride // size for stride in pages.strides)
+    memory = as_strided(pages, ((planes - 1) * along + (count - 1) * across + 1,), (size,))
+    places = np.arange(planes)[:, None] * along + ids * across
+    once = slot.flags.c_contiguous
+    for part, some in [(slot, places)] if once else zip(slot, places, strict=True):
+        np.take(memory, some, out=part, mode="clip")
 
 
-def _scatter(pages: NDArray[np.void], blocks: NDArray[np.int64], slot: NDArray[np.void]) -> None:
-    pages[:, blocks] = slot
+def _scatter(pages: NDArray[np.void], ids: NDArray[np.int64], slot: NDArray[np.void]) -> None:
+    pages[:, ids] = slot

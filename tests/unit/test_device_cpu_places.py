@@ -1,0 +1,84 @@
+"""The CPU device copies scattered blocks wherever the pages lie, and never all of those."""
+
+from __future__ import annotations
+
+import tracemalloc
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvtier.device.base import Copy, Role
+from kvtier.device.cpu import CpuDevice
+
+PLANES, BLOCKS, BYTES = 6, 20, 48
+SECONDS = 10.0
+PARTS = pytest.mark.parametrize("part", [slice(None), slice(1, 5)], ids=["a slot", "a part of one"])
+LIES = {  # how pages lie in memory, from more of it than they are
+    "in one piece": lambda memory: memory[:, :BLOCKS, :BYTES].copy(),
+    "planes apart": lambda memory: memory[:, 1 : 1 + BLOCKS, :BYTES].copy()[:, 1:],
+    "blocks before planes": lambda memory: memory[:, :BLOCKS, :BYTES].swapaxes(0, 1).copy(),
+    "blocks among others": lambda memory: memory[:, ::2, :BYTES],
+    "odd gaps": lambda memory: memory[:, :, : BYTES + 16].copy()[:, :, 8 : 8 + BYTES],
+    "one plane": lambda memory: memory[:1, :BLOCKS, :BYTES].copy(),
+    "no plane": lambda memory: memory[:0, :BLOCKS, :BYTES].copy(),
+    "no bytes": lambda memory: memory[:, :BLOCKS, :0].copy(),
+    "backwards": lambda memory: memory[::-1, BLOCKS - 1 :: -1, :BYTES],
+}
+
+
+@pytest.fixture
+def device() -> Iterator[CpuDevice]:
+    found = CpuDevice()
+    yield found
+    found.close()
+
+
+def copied(device: CpuDevice, copy: Copy, role: Role) -> bool:
+    if role == "store":
+        return device.gather(device.stream(role), [copy], ()).wait(SECONDS)
+    return device.scatter(device.stream(role), [[copy]], ())[-1].wait(SECONDS)
+
+
+@PARTS
+@pytest.mark.parametrize("lies", LIES)
+def test_scattered_blocks_are_copied_from_and_to_wherever_pages_lie(
+    device: CpuDevice, lies: str, part: slice
+):
+    rng = np.random.default_rng(3)
+    memory = rng.integers(0, 255, (PLANES, 2 * BLOCKS, 2 * BYTES), np.uint8)
+    found, blocks = LIES[lies](memory), [17, 2, 11, 12][: part.stop]
+    found = found.swapaxes(0, 1) if lies == "blocks before planes" else found
+    whole = memory if np.shares_memory(found, memory) else found
+    shape = (found.shape[0], 6 if part.stop else 4, found.shape[2])
+    target = np.full(shape, 0xAB, np.uint8)
+    assert copied(device, Copy(found, blocks, target[:, part]), "store")
+    expected = np.full_like(target, 0xAB)
+    expected[:, part] = found[:, blocks]
+    assert np.array_equal(target, expected)
+    source = rng.integers(0, 255, shape, np.uint8)
+    left = whole.copy()
+    (left if whole is found else LIES[lies](left))[:, blocks] = source[:, part]
+    assert copied(device, Copy(found, blocks, source[:, part]), "load")
+    assert np.array_equal(whole, left)
+
+
+@PARTS
+@pytest.mark.parametrize("lies", ["in one piece", "planes apart", "blocks before planes"])
+def test_no_copy_is_made_of_all_pages(device: CpuDevice, lies: str, part: slice):
+    """As ``np.take`` does of what is not in one piece: a cache of gigabytes, for each chunk."""
+    pages = {
+        "in one piece": np.zeros((PLANES, 512, 4096), np.uint8),
+        "planes apart": np.zeros((PLANES, 513, 4096), np.uint8)[:, 1:],
+        "blocks before planes": np.zeros((512, PLANES, 4096), np.uint8).swapaxes(0, 1),
+    }[lies]
+    blocks = [400, 2, 11, 300]
+    copy = Copy(pages, blocks, np.zeros((PLANES, 6 if part.stop else 4, 4096), np.uint8)[:, part])
+    tracemalloc.start()
+    try:
+        assert copied(device, copy, "store")
+        assert copied(device, copy, "load")
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert most < copy.slot.nbytes, "not even of the blocks"
