@@ -247,7 +247,8 @@ def _served(
 def main() -> None:
     """Answer until stdin ends."""
     torch.set_num_threads(int(sys.argv[1]))
-    torch.use_deterministic_algorithms(mode=True)
+    # Not use_deterministic_algorithms: that imports torch's compiler, for more than a second.
+    torch.set_deterministic_debug_mode("error")
     answer_all(Arm())
 
 
