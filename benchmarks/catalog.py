@@ -38,8 +38,7 @@ from kvtier.catalog.catalog import Catalog, Part, Shelf
 from kvtier.catalog.lease import Lease
 from kvtier.clock import monotonic
 from kvtier.identity.geometry import Component, Geometry
-from kvtier.identity.record import Part as PartName
-from kvtier.identity.record import record_id
+from kvtier.identity.record import PartName, record_id
 from kvtier.identity.shape import chunk_shape
 from kvtier.memory.arena import Arena
 from kvtier.memory.sealed import PAGE_BYTES

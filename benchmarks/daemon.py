@@ -46,7 +46,7 @@ from plot import draw, option
 import kvtier
 import kvtier.cache
 from kvtier.device.cpu import CpuDevice
-from kvtier.identity.record import Header, Part, checksum, record_id
+from kvtier.identity.record import Header, PartName, checksum, record_id
 from kvtier.prefix import Prefix
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.daemon import Daemon, running
@@ -284,13 +284,13 @@ def fill(folder: Path, records: int) -> str:
     sums = checksum(data), checksum(data)
     digest = hashlib.sha256(b"records").digest()
     keys = [hashlib.sha256(number.to_bytes(8, "little")).digest() for number in range(records)]
-    names = [record_id(key, Part()) for key in keys]
+    names = [record_id(key, PartName()) for key in keys]
     for start in range(0, records, 1000):
         batch = []
         for number in range(start, min(start + 1000, records)):
             depth = number % CHUNKS
             parent = names[number - 1] if depth else None
-            head = Header(digest, keys[number], parent, depth, Part(), RECORD, RECORD, *sums)
+            head = Header(digest, keys[number], parent, depth, PartName(), RECORD, RECORD, *sums)
             batch.append(Write(head, data))
         if set(store.write_many(batch)) != {Status.OK}:
             raise SystemExit("the records do not fit")

@@ -26,7 +26,7 @@ from kvtier.copyplan import PLAN_VERSION, CopyPlan, PlanPart
 from kvtier.device.base import Copy, Fence, Stream
 from kvtier.device.cpu import CpuDevice, CpuStream
 from kvtier.engine import Engine, Model, ModelConfig, Sampling, random_weights
-from kvtier.identity.record import Part
+from kvtier.identity.record import PartName
 from kvtier.memory.arena import Arena
 
 LAYERS, KV_HEADS, HEAD, TOKENS, CHUNK = 32, 8, 64, 640, 128
@@ -99,7 +99,7 @@ def submit(rounds: int, *, apart: bool = False) -> dict[str, float]:
     geometry = kvtier.Geometry(
         (kvtier.Component(LAYERS, KV_HEADS, HEAD),), block_tokens=(2,), chunk_tokens=32
     )
-    size, chunks, times = geometry.part_bytes(Part(0)), 16, []
+    size, chunks, times = geometry.part_bytes(PartName(0)), 16, []
     arena = Arena((chunks + 1) * size, [size])
     kv = np.ones((LAYERS, 2, 16 * chunks, 2, KV_HEADS, HEAD), np.uint16)
     order = np.random.default_rng(0).permutation(16 * chunks).reshape(chunks, 16).tolist()

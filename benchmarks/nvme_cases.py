@@ -16,7 +16,7 @@ from typing import Any
 from nvme_peers import PAGE, Bare, Driver, LmdbValues, Missing, Pass, Peer, Records, Slab, header_of
 
 import kvtier
-from kvtier.identity.record import CODEC_RAW, Header, Part, record_id
+from kvtier.identity.record import CODEC_RAW, Header, PartName, record_id
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import Segment, index_bytes_for, stride_of
 from kvtier.storage_backends.slab_index import Entry, Index
@@ -335,7 +335,7 @@ def _lot(first: int) -> Sequence[Write]:
 
 
 def _name(number: int) -> bytes:
-    return record_id(header_of(number, PAGE).key, Part())
+    return record_id(header_of(number, PAGE).key, PartName())
 
 
 def _populate(folder: Path, namespace: bytes, count: int, capacity: int) -> None:
@@ -350,7 +350,7 @@ def _populate(folder: Path, namespace: bytes, count: int, capacity: int) -> None
         key = header_of(number, PAGE).key
         depth = number % CHAIN
         above = parent if depth else None
-        header = Header(namespace, key, above, depth, Part(), PAGE, PAGE, **sums)
+        header = Header(namespace, key, above, depth, PartName(), PAGE, PAGE, **sums)
         segment, slot = divmod(number, per_segment)
         parent = header.id
         entries[parent] = Entry(segment + 1, slot, 10**15 + number, header.pack())

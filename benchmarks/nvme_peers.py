@@ -22,7 +22,7 @@ from typing import Protocol
 import lmdb
 import numpy as np
 
-from kvtier.identity.record import Header, Part, checksum
+from kvtier.identity.record import Header, PartName, checksum
 from kvtier.memory.arena import Arena
 from kvtier.memory.sealed import sealed_memory
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
@@ -84,7 +84,7 @@ def noise(seed: int, size: int) -> bytes:
 
 def header_of(number: int, size: int, total: bytes = bytes(16)) -> Header:
     key = hashlib.sha256(number.to_bytes(8, "little")).digest()
-    return Header(NAMESPACE, key, None, 0, Part(), size, size, raw_sum=total, stored_sum=total)
+    return Header(NAMESPACE, key, None, 0, PartName(), size, size, raw_sum=total, stored_sum=total)
 
 
 class Peer(Protocol):

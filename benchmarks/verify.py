@@ -22,7 +22,7 @@ from pathlib import Path
 
 from plot import draw, option
 
-from kvtier.identity.record import Header, Part
+from kvtier.identity.record import Header, PartName
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import index_bytes_for
 from kvtier.storage_backends.slab_index import Entry, Index
@@ -92,7 +92,7 @@ def inspected(folder: Path) -> float:
     for number in range(RECORDS):
         key = hashlib.sha256(number.to_bytes(8, "little")).digest()
         sums = {"raw_sum": bytes(16), "stored_sum": bytes(16)}
-        header = Header(NAMESPACE, key, None, 0, Part(), 100, 100, **sums)
+        header = Header(NAMESPACE, key, None, 0, PartName(), 100, 100, **sums)
         entries[header.id] = Entry(1, number, 10**15 + number, header.pack())
     index.commit(entries)
     index.close()

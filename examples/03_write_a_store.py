@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from kvtier.errors import Corrupt
-from kvtier.identity.record import HEADER_BYTES, Header, Part, RecordId, checksum
+from kvtier.identity.record import HEADER_BYTES, Header, PartName, RecordId, checksum
 from kvtier.testing.store_suite import StoreSuite
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write
 
@@ -163,7 +163,7 @@ def main() -> int:
             key=bytes(32),
             parent=None,
             depth=0,
-            part=Part(),
+            part=PartName(),
             raw_bytes=len(payload),
             stored_bytes=len(payload),
             raw_sum=total,

@@ -23,7 +23,7 @@ from kvtier.identity.geometry import (
     component_shards,
     stage_layers,
 )
-from kvtier.identity.record import Part
+from kvtier.identity.record import PartName
 from kvtier.memory.arena import Memory
 from kvtier.transfer import CopyTransfer, LeavingTransfer, group_layers
 
@@ -158,7 +158,7 @@ class Pages:
         if part.component >= len(self._kinds):
             raise ProtocolError(f"the plan names component {part.component}")
         kind = self._kinds[part.component]
-        name = Part(part.component, part.shard, part.shards, part.stage, part.stages)
+        name = PartName(part.component, part.shard, part.shards, part.stage, part.stages)
         if (name.shards, name.stages) != (kind.shards, kind.stages) or not _possible(name):
             raise ProtocolError(
                 f"the plan names shard {name.shard} of {name.shards}, stage {name.stage} of "
@@ -269,5 +269,5 @@ class _Kind:
         return found
 
 
-def _possible(name: Part) -> bool:
+def _possible(name: PartName) -> bool:
     return name.shard < name.shards and name.stage < name.stages

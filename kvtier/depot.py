@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError, MisuseError
 from kvtier.flow import Moves
 from kvtier.identity.geometry import DTYPE_BYTES
 from kvtier.identity.namespace import Namespace
-from kvtier.identity.record import Part
+from kvtier.identity.record import PartName
 from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Arena, slot_bytes_for
 from kvtier.metrics import Metrics
@@ -101,7 +101,7 @@ class Depot:
         self.numbers = {shelf.name: number for number, shelf in enumerate(shelves)}
         self.catalog = Catalog(self.arena, shelves, self.clock, self.metrics, config.quotas)
         self.catalog.silent = self._silent
-        sizes: dict[tuple[bytes, Part], int] = {}
+        sizes: dict[tuple[bytes, PartName], int] = {}
         if namespace and shape:
             self._check_ceiling(namespace.tenant, shape)
             self._admit(namespace)

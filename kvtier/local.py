@@ -16,7 +16,7 @@ from kvtier.errors import MisuseError
 from kvtier.flow import Saved
 from kvtier.identity.geometry import Geometry
 from kvtier.identity.namespace import Namespace
-from kvtier.identity.record import Part
+from kvtier.identity.record import PartName
 from kvtier.identity.shape import Shape
 from kvtier.memory.arena import Arena
 from kvtier.prefix import Prefix
@@ -257,7 +257,7 @@ async def _nothing() -> int:
     return 0
 
 
-def _label(geometry: Geometry, part: Part) -> str:
+def _label(geometry: Geometry, part: PartName) -> str:
     """Return the name of a part, as people are told it."""
     label = geometry.components[part.component].name
     if part.shards > 1:

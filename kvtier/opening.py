@@ -19,7 +19,7 @@ from kvtier.clock import Clock
 from kvtier.codecs.door import load_codec
 from kvtier.config import Config, TierConfig, load_store, store_types
 from kvtier.errors import ConfigError, MisuseError, Unreachable, check_known, unknown
-from kvtier.identity.record import Part as PartName
+from kvtier.identity.record import PartName
 from kvtier.metrics import Metrics
 from kvtier.seams import Flow
 from kvtier.tiers.budget import WriteBudget

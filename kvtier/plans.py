@@ -12,8 +12,7 @@ from kvtier.copyplan import PLAN_VERSION, CopyPlan, PlanPart
 from kvtier.desk import Desk, Issued
 from kvtier.errors import MisuseError
 from kvtier.identity.geometry import Geometry, Needs
-from kvtier.identity.record import Part as PartName
-from kvtier.identity.record import split_record_id
+from kvtier.identity.record import PartName, split_record_id
 from kvtier.memory.arena import Slot
 from kvtier.prefix import Namer, Prefix
 from kvtier.retention import Retention, terms

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvtier.identity.headers import HEADERS, kinds_in, names_in, parents_in, whole
-from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, RECORD_ID_BYTES, Part, RecordId
+from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, RECORD_ID_BYTES, PartName, RecordId
 from kvtier.storage_backends.slab_index import VALUE_BYTES, WHERE, pack_entry
 from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.tiers.stock import Stock
@@ -57,7 +57,7 @@ class _Columns:
         return Stock(
             [self.names[at] for at in order.tolist()],
             np.concatenate(self._parents)[order].tobytes(),
-            [(one[:KEY_BYTES], Part(*_PART.unpack(one[KEY_BYTES:]))) for one in self._kinds],
+            [(one[:KEY_BYTES], PartName(*_PART.unpack(one[KEY_BYTES:]))) for one in self._kinds],
             kind[order],
             depth.astype(np.int32)[order],
             raw.astype(np.int64)[order],

@@ -16,7 +16,7 @@ from typing import Final
 
 from kvtier.checks import check_kind, check_whole
 from kvtier.errors import ConfigError, unknown
-from kvtier.identity.record import Part
+from kvtier.identity.record import PartName
 
 DTYPE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3": 1, "int8": 1}
 LAYOUT: Final = "layer-plane-token"
@@ -96,7 +96,7 @@ class Geometry:
         grows = (one for one in self.components if one.needs is not Needs.LAST)
         return sum(one.layers * self._layer_bytes(one) for one in grows)
 
-    def part_bytes(self, part: Part) -> int:
+    def part_bytes(self, part: PartName) -> int:
         """Return the raw bytes of one part of a chunk: of all its tokens, or of one state."""
         if not (
             part.component < len(self.components)

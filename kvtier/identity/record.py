@@ -65,7 +65,7 @@ RecordId = bytes
 """Chunk key and part, 42 bytes: what a Store calls a record by."""
 
 
-class Part(NamedTuple):
+class PartName(NamedTuple):
     """Which piece of a chunk: a component of a model, a shard of its heads, a stage of its layers.
 
     Replicated KV, such as an MLA latent, is shard 0 of 1 whatever the ranks.
@@ -78,27 +78,27 @@ class Part(NamedTuple):
     stages: int = 1
 
 
-def record_id(key: bytes, part: Part) -> RecordId:
+def record_id(key: bytes, part: PartName) -> RecordId:
     """Return the name of a part of a chunk. `key` has 32 bytes."""
     return key + _suffix(part)
 
 
 @lru_cache(maxsize=4096)
-def _suffix(part: Part) -> bytes:
+def _suffix(part: PartName) -> bytes:
     return _PART.pack(*part)
 
 
-def split_record_id(name: RecordId) -> tuple[bytes, Part]:
+def split_record_id(name: RecordId) -> tuple[bytes, PartName]:
     """Return chunk key and part of a record's name. Raises Corrupt for a wrong length."""
     if len(name) != RECORD_ID_BYTES:
         raise Corrupt(f"a record id has {RECORD_ID_BYTES} bytes, this one {len(name)}")
-    return name[:KEY_BYTES], Part(*_PART.unpack(name[KEY_BYTES:]))
+    return name[:KEY_BYTES], PartName(*_PART.unpack(name[KEY_BYTES:]))
 
 
 @lru_cache(maxsize=4096)
-def _possible_part(suffix: bytes) -> Part | None:
+def _possible_part(suffix: bytes) -> PartName | None:
     """Return a part from its ten bytes, None if there can be none; records have few different."""
-    part = Part(*_PART.unpack(suffix))
+    part = PartName(*_PART.unpack(suffix))
     return part if part.shard < part.shards and part.stage < part.stages else None
 
 
@@ -129,7 +129,7 @@ class Header(msgspec.Struct, frozen=True):
     key: bytes
     parent: RecordId | None
     depth: int
-    part: Part
+    part: PartName
     raw_bytes: int
     stored_bytes: int
     raw_sum: bytes

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Final
 
 from kvtier.identity.geometry import Geometry, Needs, component_shards
-from kvtier.identity.record import Part, RecordId
+from kvtier.identity.record import PartName, RecordId
 
 NO_PARENT: Final = -1
 
@@ -26,7 +26,7 @@ class Shape:
     the tokens of their window; states: positions needed at the prefix's end.
     """
 
-    names: tuple[Part, ...]
+    names: tuple[PartName, ...]
     nbytes: tuple[int, ...]
     above: tuple[int, ...]
     always: tuple[int, ...]
@@ -72,7 +72,7 @@ def chunk_shape(geometry: Geometry, shards: int = 1, stages: int = 1) -> Shape:
     Raises ConfigError when heads or layers cannot be spread over the ranks.
     """
     names = tuple(
-        Part(number, shard, count, stage, stages)
+        PartName(number, shard, count, stage, stages)
         for number, component in enumerate(geometry.components)
         for count in (component_shards(component, shards),)
         for stage in range(stages)

@@ -8,7 +8,7 @@ from typing import Final
 
 import numpy as np
 
-from kvtier.identity.record import RECORD_VERSION, Header, Part, RecordId, checksum, record_id
+from kvtier.identity.record import RECORD_VERSION, Header, PartName, RecordId, checksum, record_id
 from kvtier.tiers.store import Read, Status, Store, Write
 
 NAMESPACE: Final = hashlib.sha256(b"kvtier.testing").digest()
@@ -61,7 +61,7 @@ def make_record(
     *,
     version: int = 0,
     namespace: bytes = NAMESPACE,
-    part: Part | None = None,
+    part: PartName | None = None,
     like_kv: bool = False,
 ) -> Write:
     """Return record `number` of a namespace, `size` bytes; a version has bytes of its own.
@@ -74,9 +74,9 @@ def make_record(
     header = Header(
         namespace=namespace,
         key=key,
-        parent=record_id(hashlib.sha256(b"parent" + key).digest(), part or Part()),
+        parent=record_id(hashlib.sha256(b"parent" + key).digest(), part or PartName()),
         depth=number,
-        part=part or Part(),
+        part=part or PartName(),
         raw_bytes=size,
         stored_bytes=size,
         raw_sum=total,

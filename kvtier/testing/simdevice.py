@@ -12,7 +12,7 @@ import numpy as np
 from kvtier.cache import Cache
 from kvtier.copyplan import CopyPlan, PlanPart
 from kvtier.identity.geometry import Component, Needs
-from kvtier.identity.record import Part, RecordId, record_id
+from kvtier.identity.record import PartName, RecordId, record_id
 from kvtier.memory.arena import Slot
 from kvtier.plans import ABSENT, BlockTable
 from kvtier.prefix import Prefix
@@ -115,7 +115,7 @@ class SimDevice:
         shape = self._cache.shape
         sizes = dict(zip(shape.names, shape.nbytes, strict=True))
         for part in plan.parts:
-            which = Part(part.component, part.shard, part.shards, part.stage, part.stages)
+            which = PartName(part.component, part.shard, part.shards, part.stage, part.stages)
             key = prefix.keys[self._chunk(part)]
             slot = Slot(part.offset, part.nbytes, part.serial)
             found.append((record_id(key, which), slot, sizes[which]))

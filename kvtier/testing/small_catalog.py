@@ -9,8 +9,7 @@ from kvtier.catalog.catalog import Catalog, Part, Shelf, Victim
 from kvtier.catalog.lease import Lease
 from kvtier.catalog.owners import Quota
 from kvtier.identity.geometry import Component, Geometry
-from kvtier.identity.record import Part as PartName
-from kvtier.identity.record import RecordId, record_id
+from kvtier.identity.record import PartName, RecordId, record_id
 from kvtier.identity.shape import Shape, chunk_shape
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics

@@ -20,7 +20,7 @@ from typing import ClassVar
 from msgspec import structs
 
 from kvtier.errors import StoreError
-from kvtier.identity.record import Part, RecordId
+from kvtier.identity.record import PartName, RecordId
 from kvtier.testing.records import aligned, fetch, is_exact, make_record
 from kvtier.testing.store_deadlines import DeadlineTests
 from kvtier.testing.store_versions import VersionTests
@@ -123,7 +123,7 @@ class StoreSuite(DeadlineTests, VersionTests):
     def test_returns_what_was_written(self) -> None:
         """Every size comes back byte for byte, with its whole header."""
         for number, size in enumerate(SIZES):
-            record = make_record(number, size, part=Part(number, 1, 2))
+            record = make_record(number, size, part=PartName(number, 1, 2))
             self.put(record)
             self.check(record)
             assert self.store.delete_many([record.header.id]) == [Status.OK]
@@ -246,7 +246,7 @@ class StoreSuite(DeadlineTests, VersionTests):
 
     def test_parts_do_not_meet(self) -> None:
         """The parts of one chunk are records of their own."""
-        records = [make_record(1, 100 * (n + 1), part=Part(n % 2, n // 2, 2)) for n in range(4)]
+        records = [make_record(1, 100 * (n + 1), part=PartName(n % 2, n // 2, 2)) for n in range(4)]
         self.put(*records)
         assert self.store.delete_many([records[0].header.id]) == [Status.OK]
         self.check_absent(records[0].header.id)

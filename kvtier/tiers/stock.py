@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.identity.record import RECORD_ID_BYTES, Header, Part, RecordId
+from kvtier.identity.record import RECORD_ID_BYTES, Header, PartName, RecordId
 from kvtier.tiers.store import Store
 
 _NO_PARENT = bytes(RECORD_ID_BYTES)
@@ -27,7 +27,7 @@ class Stock(NamedTuple):
 
     names: list[RecordId]
     parents: bytes
-    kinds: list[tuple[bytes, Part]]
+    kinds: list[tuple[bytes, PartName]]
     kind: NDArray[np.int32]
     depths: NDArray[np.int32]
     raw_bytes: NDArray[np.int64]
@@ -47,7 +47,7 @@ def stock_of(headers: Iterable[Header]) -> Stock:
     """Return the same of headers. Blocks as long as they do."""
     names: list[RecordId] = []
     parents: list[RecordId] = []
-    kinds: dict[tuple[bytes, Part], int] = {}
+    kinds: dict[tuple[bytes, PartName], int] = {}
     numbers: list[tuple[int, int, int, int]] = []
     for header in headers:
         names.append(header.id)

@@ -77,7 +77,7 @@ class Survey:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A record that is not what the index says. key, namespace: in hex. part: see record.Part.
+    """A record that is not what the index says. key, namespace: in hex. part: see record.PartName.
 
     reason: header (the entry has none of its own), place (it leads to no slot of its size), overlap
     (another entry has the slot), payload, raw (a checksum fails) or unreadable; detail: in words.

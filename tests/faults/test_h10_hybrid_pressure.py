@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import kvtier
-from kvtier.identity.record import Part
+from kvtier.identity.record import PartName
 from kvtier.testing.toy import BLOCK, CHUNK, prompt
 
 CHUNKS = 6
@@ -52,7 +52,7 @@ def test_whatever_has_room_is_exact_and_nothing_is_kept_that_cannot_be_used(
     """Room for some chunks in dram and below; every load is exact, and no part is an orphan."""
     geometry = kvtier.Geometry(MODELS[model], block_tokens=(BLOCK,), chunk_tokens=CHUNK)
     disk = new_disk()
-    sizes = [geometry.part_bytes(Part(at)) for at in range(len(geometry.components))]
+    sizes = [geometry.part_bytes(PartName(at)) for at in range(len(geometry.components))]
     capacity = room * sum(map(disk.footprint, sizes))
 
     def opened():

@@ -12,7 +12,7 @@ from kvtier.daemon import messages
 from kvtier.depot import Depot
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.geometry import Component, Geometry
-from kvtier.identity.record import Header, Part, checksum, record_id
+from kvtier.identity.record import Header, PartName, checksum, record_id
 from kvtier.identity.shape import chunk_shape
 from kvtier.memory.packed import unpack_slots
 from kvtier.metrics import Metrics
@@ -75,9 +75,9 @@ def test_a_record_that_lies_about_its_size_is_a_miss_and_costs_nobody(url):
         Header(
             namespace=digest,
             key=key,
-            parent=record_id(keys[depth - 1], Part()) if depth else None,
+            parent=record_id(keys[depth - 1], PartName()) if depth else None,
             depth=depth,
-            part=Part(),
+            part=PartName(),
             raw_bytes=size,
             stored_bytes=size,
             raw_sum=checksum(bytes(size)),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvtier.codecs.known import LOSSLESS
 from kvtier.codecs.lossless import PIECE_BYTES
-from kvtier.identity.record import CODEC_LOSSLESS, Header, Part, checksum
+from kvtier.identity.record import CODEC_LOSSLESS, Header, PartName, checksum
 from kvtier.testing.records import kv_like
 from kvtier.tiers.exact import Wanted, verify
 from kvtier.tiers.store import Read, Status
@@ -20,7 +20,7 @@ RAW = kv_like(1, SIZE)
 _space = bytearray(SIZE)
 STORED = bytes(_space[: LOSSLESS.encode(RAW, memoryview(_space))])
 HEADER = Header(
-    *(bytes(32), bytes(32), None, 0, Part()),
+    *(bytes(32), bytes(32), None, 0, PartName()),
     *(SIZE, len(STORED), checksum(RAW), checksum(STORED), CODEC_LOSSLESS),
 )
 
@@ -84,7 +84,7 @@ def test_spoilt_bytes_are_never_taken_for_others(data: bytes, attested: bool) ->
     header = HEADER
     if attested:
         header = Header(
-            *(bytes(32), bytes(32), None, 0, Part()),
+            *(bytes(32), bytes(32), None, 0, PartName()),
             *(SIZE, len(data), HEADER.raw_sum, checksum(data), CODEC_LOSSLESS),
         )
     found = verify(Read(Status.OK, header), Wanted(HEADER.id, bytes(32), SIZE, into.data))

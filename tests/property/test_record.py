@@ -11,7 +11,7 @@ from kvtier.errors import Corrupt, ProtocolError
 from kvtier.identity.record import (
     HEADER_BYTES,
     Header,
-    Part,
+    PartName,
     checksum,
     record_id,
     split_record_id,
@@ -20,7 +20,7 @@ from kvtier.identity.record import (
 U16 = st.integers(0, 2**16 - 1)
 U64 = st.integers(0, 2**64 - 1)
 PARTS = st.builds(
-    lambda c, a, b, d, e: Part(c, min(a, b), max(a, b), min(d, e), max(d, e)), *[U16] * 5
+    lambda c, a, b, d, e: PartName(c, min(a, b), max(a, b), min(d, e), max(d, e)), *[U16] * 5
 ).filter(lambda part: part.shard < part.shards and part.stage < part.stages)
 KEYS = st.binary(min_size=32, max_size=32)
 SUMS = st.binary(min_size=16, max_size=16)
@@ -74,7 +74,7 @@ def test_a_header_reads_back(header: Header):
 
 
 @given(KEYS, PARTS)
-def test_a_name_splits_back(key: bytes, part: Part):
+def test_a_name_splits_back(key: bytes, part: PartName):
     assert split_record_id(record_id(key, part)) == (key, part)
 
 

@@ -17,8 +17,7 @@ from kvtier.catalog.catalog import Catalog, Part, Parts, Shelf
 from kvtier.catalog.filling import Parts as Columns
 from kvtier.catalog.index import Index
 from kvtier.catalog.owners import Quota
-from kvtier.identity.record import RECORD_ID_BYTES, record_id
-from kvtier.identity.record import Part as PartName
+from kvtier.identity.record import RECORD_ID_BYTES, PartName, record_id
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
 from kvtier.policies.lru import Lru

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvtier.identity.record import Part, record_id
+from kvtier.identity.record import PartName, record_id
 from kvtier.identity.shape import Shape
 from kvtier.testing.simmodel import CHUNK, MODELS
 from kvtier.testing.simscenario import Scenario, TierShape
@@ -20,7 +20,7 @@ def names(model: str, chunks: int):
     """Return the names of all parts of some chunks of a model on one rank."""
     count = len(MODELS[model].components)
     keys = [bytes([chunk]) * 32 for chunk in range(chunks)]
-    return [tuple(record_id(key, Part(number)) for number in range(count)) for key in keys]
+    return [tuple(record_id(key, PartName(number)) for number in range(count)) for key in keys]
 
 
 def usable(model: str, chunks: int, prompt: int, *lost: tuple[int, int]) -> int:

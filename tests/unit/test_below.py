@@ -9,8 +9,7 @@ from kvtier.catalog.catalog import Part
 from kvtier.catalog.index import NO_ROW
 from kvtier.catalog.owners import Quota
 from kvtier.identity.geometry import Component, Geometry
-from kvtier.identity.record import Part as PartName
-from kvtier.identity.record import record_id
+from kvtier.identity.record import PartName, record_id
 from kvtier.identity.shape import chunk_shape
 from kvtier.testing.small_catalog import LMDB, PART_BYTES, SUM, SmallCatalog, chain
 

@@ -8,8 +8,7 @@ from kvtier.catalog.catalog import Part
 from kvtier.catalog.index import DRAM, NO_ROW, Index
 from kvtier.catalog.shelf import Room
 from kvtier.errors import MisuseError
-from kvtier.identity.record import Part as PartName
-from kvtier.identity.record import record_id
+from kvtier.identity.record import PartName, record_id
 from kvtier.testing.small_catalog import LMDB, PART_BYTES, SUM, SmallCatalog, chain
 
 

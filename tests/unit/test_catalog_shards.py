@@ -7,8 +7,7 @@ import pytest
 from kvtier.catalog.catalog import Catalog, Part
 from kvtier.catalog.index import DRAM
 from kvtier.identity.geometry import Component, Geometry
-from kvtier.identity.record import Part as PartName
-from kvtier.identity.record import record_id
+from kvtier.identity.record import PartName, record_id
 from kvtier.identity.shape import chunk_shape
 from kvtier.testing.small_catalog import LMDB, PART_BYTES, SUM, SmallCatalog, chain
 

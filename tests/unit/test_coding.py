@@ -8,7 +8,7 @@ from msgspec import structs
 
 from kvtier.codecs.known import LOSSLESS
 from kvtier.codecs.lossless import Lossless
-from kvtier.identity.record import CODEC_LOSSLESS, CODEC_RAW, Header, Part, checksum, codec_name
+from kvtier.identity.record import CODEC_LOSSLESS, CODEC_RAW, Header, PartName, checksum, codec_name
 from kvtier.metrics import Metrics
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.testing.records import NAMESPACE, aligned, kv_like, make_record
@@ -211,7 +211,7 @@ def test_without_the_raw_checksum_other_bytes_would_get_through(coded, monkeypat
         pytest.param({"stored_bytes": SIZE + 1}, id="more stored than raw"),
         pytest.param({"codec": CODEC_RAW}, id="raw, which it is not"),
         pytest.param({"namespace": bytes(32)}, id="another namespace"),
-        pytest.param({"part": Part(1)}, id="another part"),
+        pytest.param({"part": PartName(1)}, id="another part"),
     ],
 )
 def test_a_header_that_lies_is_corrupt_before_anything_is_decoded(coded, decodes, lie):

@@ -12,7 +12,7 @@ import pytest
 from kvtier.clock import Clock, monotonic
 from kvtier.errors import Unavailable
 from kvtier.events import note
-from kvtier.identity.record import Header, Part, record_id
+from kvtier.identity.record import Header, PartName, record_id
 from kvtier.tiers import collection as module
 from kvtier.tiers.collection import Collected, Found, Kept, Listed, choose, collect
 from kvtier.tiers.pack import CODEC_PACK, CODEC_SIZED_PACK, pack, pack_id, unpacked_id
@@ -23,7 +23,7 @@ ALL = Kept(None, None, HOUR)
 
 
 def name(number: int) -> bytes:
-    return record_id(number.to_bytes(32, "little"), Part())
+    return record_id(number.to_bytes(32, "little"), PartName())
 
 
 def found(number: int, above: int | None, *, age_s: float = 10.0, depth: int = 0) -> Found:
@@ -169,7 +169,9 @@ class Shelf:
 def record(number: int, above: int | None, depth: int, *, codec: int = 0) -> Write:
     parent = None if above is None else name(above)
     key = number.to_bytes(32, "little")
-    header = Header(bytes(32), key, parent, depth, Part(), 100, 100, bytes(16), bytes(16), codec)
+    header = Header(
+        bytes(32), key, parent, depth, PartName(), 100, 100, bytes(16), bytes(16), codec
+    )
     return Write(header, memoryview(bytes(100)))
 
 

@@ -16,7 +16,7 @@ from kvtier.device import cpu
 from kvtier.device.cpu import CpuDevice, CpuFence, _copy_all
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.geometry import Component, Geometry
-from kvtier.identity.record import Part
+from kvtier.identity.record import PartName
 from kvtier.memory.arena import Arena, Slot
 from kvtier.transfer import CopyResult, CopyStatus
 
@@ -27,7 +27,7 @@ GEOMETRY = Geometry(
     block_tokens=(BLOCK,),
     chunk_tokens=CHUNK,
 )
-SIZES = [GEOMETRY.part_bytes(Part(index)) for index in range(2)]
+SIZES = [GEOMETRY.part_bytes(PartName(index)) for index in range(2)]
 
 
 class Rank:
@@ -324,7 +324,7 @@ def test_first_layers_land_while_the_last_are_held_back(rank: Rank):
 def test_groups_are_as_many_as_bytes_and_layers_are_worth(rank: Rank):
     geometry = Geometry((Component(40, 2, 2048),), "float16", (BLOCK,), CHUNK)  # 10 MiB
     kv = np.zeros((40, 2, 5, BLOCK, 2, 2048), np.uint16)
-    size = geometry.part_bytes(Part(0))
+    size = geometry.part_bytes(PartName(0))
     arena = Arena(8 * size, [size])
     found = []
     for groups in (None, 1, 3, 50):

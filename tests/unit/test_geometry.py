@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Component, Geometry, Needs, chunk_tokens_for
-from kvtier.identity.record import Part
+from kvtier.identity.record import PartName
 
 # KV bytes per token = layers x planes x KV heads x head size x bytes per element, after
 # Kwon et al., "Efficient Memory Management for Large Language Model Serving with PagedAttention"
@@ -45,7 +45,7 @@ def test_bytes_per_token_of_published_models(model: str):
     component, dtype, expected = PUBLISHED[model]
     geometry = Geometry((component,), dtype)
     assert geometry.bytes_per_token == expected
-    assert geometry.part_bytes(Part()) == 256 * expected
+    assert geometry.part_bytes(PartName()) == 256 * expected
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,14 @@ def test_components_add_up_and_shards_divide():
     geometry = Geometry((Component(4, 8, 16), Component(2, 1, 8, planes=1)), chunk_tokens=64)
     first, second = 4 * 2 * 8 * 16 * 2 * 64, 2 * 8 * 2 * 64
     assert geometry.bytes_per_token * 64 == first + second
-    assert geometry.part_bytes(Part(0, 3, 4)) == first // 4
-    assert geometry.part_bytes(Part(1)) == second
+    assert geometry.part_bytes(PartName(0, 3, 4)) == first // 4
+    assert geometry.part_bytes(PartName(1)) == second
 
 
-@pytest.mark.parametrize("part", [Part(2), Part(0, 1, 1), Part(0, 0, 0), Part(0, 0, 3)])
-def test_a_part_that_does_not_exist_is_refused(part: Part):
+@pytest.mark.parametrize(
+    "part", [PartName(2), PartName(0, 1, 1), PartName(0, 0, 0), PartName(0, 0, 3)]
+)
+def test_a_part_that_does_not_exist_is_refused(part: PartName):
     geometry = Geometry((Component(4, 8, 16), Component(4, 8, 16)), chunk_tokens=64)
     with pytest.raises(ConfigError):
         geometry.part_bytes(part)

@@ -11,8 +11,7 @@ from kvtier.catalog.index import DRAM, NO_ROW
 from kvtier.catalog.owners import Quota
 from kvtier.errors import MisuseError
 from kvtier.identity.geometry import Component, Geometry, Needs
-from kvtier.identity.record import Part as PartName
-from kvtier.identity.record import record_id
+from kvtier.identity.record import PartName, record_id
 from kvtier.identity.shape import chunk_shape
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec import structs
 
-from kvtier.identity.record import HEADER_BYTES, Part, checksum, record_id
+from kvtier.identity.record import HEADER_BYTES, PartName, checksum, record_id
 from kvtier.testing.records import make_record
 from kvtier.testing.span_memory import SpanMemory
 from kvtier.tiers import places
@@ -35,9 +35,9 @@ SIZE = 1000
 OK, ABSENT, CORRUPT, FAILED = Status.OK, Status.ABSENT, Status.CORRUPT, Status.FAILED
 
 
-def chain(first: int, stop: int, size: int = SIZE, part: Part | None = None) -> list[Write]:
+def chain(first: int, stop: int, size: int = SIZE, part: PartName | None = None) -> list[Write]:
     """Return records of consecutive chunks of one prompt."""
-    part = part or Part()
+    part = part or PartName()
     records: list[Write] = []
     for depth in range(first, stop):
         each = make_record(depth, size, part=part)
@@ -97,7 +97,7 @@ def test_a_cell_is_sixteen_mib_and_large_parts_lie_alone():
 
 
 def test_a_name_says_its_part_and_its_run():
-    name = record_id(bytes(range(32)), Part(4095, 3, 8, 1, 2))
+    name = record_id(bytes(range(32)), PartName(4095, 3, 8, 1, 2))
     found = {pack_id(name, order) for order in range(LONGEST + 1)}
     assert len(found) == LONGEST + 1
     assert pack_id(name, 0) == name
@@ -155,7 +155,7 @@ def test_a_long_span_is_read_in_several(packer, store, monkeypatch):
 
 
 def test_parts_of_ranks_are_packed_apart_and_keep_their_places(packer, store):
-    ranks = [chain(0, 8, part=Part(0, shard, 2)) for shard in range(2)]
+    ranks = [chain(0, 8, part=PartName(0, shard, 2)) for shard in range(2)]
     mixed = [record for both in zip(*ranks, strict=True) for record in both]
     assert packer.write_many(mixed) == [OK] * 16
     assert len(list(store.scan())) == 2

@@ -13,7 +13,7 @@ from kvtier.identity.record import (
     HEADER_BYTES,
     RECORD_ID_BYTES,
     Header,
-    Part,
+    PartName,
     checksum,
     record_id,
     split_record_id,
@@ -25,7 +25,7 @@ HEADER = Header(
     key=bytes(range(32, 64)),
     parent=bytes(range(64, 96)) + bytes([6, 0, 7, 0, 8, 0, 9, 0, 10, 0]),
     depth=7,
-    part=Part(component=1, shard=2, shards=4, stage=3, stages=5),
+    part=PartName(component=1, shard=2, shards=4, stage=3, stages=5),
     raw_bytes=1_000_000,
     stored_bytes=700_001,
     raw_sum=checksum(b"raw"),
@@ -112,10 +112,10 @@ def test_another_version_with_another_layout_is_named_too():
 @pytest.mark.parametrize(
     "change",
     [
-        {"part": Part(0, 1, 1)},
-        {"part": Part(0, 0, 0)},
-        {"part": Part(0, 0, 1, 1, 1)},
-        {"part": Part(0, 0, 1, 0, 0)},
+        {"part": PartName(0, 1, 1)},
+        {"part": PartName(0, 0, 0)},
+        {"part": PartName(0, 0, 1, 1, 1)},
+        {"part": PartName(0, 0, 1, 0, 0)},
         {"depth": 1 << 31},
         {"raw_bytes": (1 << 40) + 1},
         {"stored_bytes": (1 << 64) - 1},
@@ -138,7 +138,7 @@ def test_a_name_is_key_and_part():
     assert HEADER.id == record_id(HEADER.key, HEADER.part)
     assert split_record_id(HEADER.id) == (HEADER.key, HEADER.part)
     assert len(HEADER.id) == RECORD_ID_BYTES
-    parts = [Part(c, s, n) for c in range(3) for n in (1, 2, 300) for s in range(min(n, 2))]
+    parts = [PartName(c, s, n) for c in range(3) for n in (1, 2, 300) for s in range(min(n, 2))]
     assert len({record_id(HEADER.key, part) for part in parts}) == len(parts)
 
 

@@ -12,7 +12,7 @@ from kvtier.identity.geometry import (
     component_shards,
     stage_layers,
 )
-from kvtier.identity.record import Part
+from kvtier.identity.record import PartName
 from kvtier.identity.shape import NO_PARENT, chunk_shape
 
 FULL = Component(4, 4, 8)
@@ -27,7 +27,7 @@ def geometry(*components: Component) -> Geometry:
 
 def test_a_chunk_of_one_component_is_one_part():
     shape = chunk_shape(geometry(FULL))
-    assert shape.names == (Part(),)
+    assert shape.names == (PartName(),)
     assert shape.nbytes == (4 * 2 * 4 * 8 * 2 * 64,)
     assert shape.above == shape.always == (0,)
     assert shape.plain
@@ -36,7 +36,7 @@ def test_a_chunk_of_one_component_is_one_part():
 
 def test_every_rank_has_its_heads_and_layers():
     shape = chunk_shape(geometry(FULL), shards=2, stages=2)
-    assert shape.names == tuple(Part(0, t, 2, p, 2) for p in (0, 1) for t in (0, 1))
+    assert shape.names == tuple(PartName(0, t, 2, p, 2) for p in (0, 1) for t in (0, 1))
     assert sum(shape.nbytes) == geometry(FULL).bytes_per_token * 64
     assert shape.plain
 

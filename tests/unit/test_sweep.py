@@ -11,8 +11,7 @@ import pytest
 from kvtier.catalog.catalog import LOT, Part
 from kvtier.catalog.strays import Strays
 from kvtier.catalog.sweep import Removed, Sweeper
-from kvtier.identity.record import Header, RecordId
-from kvtier.identity.record import Part as PartName
+from kvtier.identity.record import Header, PartName, RecordId
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.small_catalog import LMDB, PART_BYTES, SmallCatalog, chain
 from kvtier.tiers.store import Capabilities, Status

@@ -10,7 +10,7 @@ import pytest
 from msgspec import structs
 
 from kvtier.errors import Corrupt, Full, Unavailable
-from kvtier.identity.record import CODEC_LOSSLESS, Header, Part
+from kvtier.identity.record import CODEC_LOSSLESS, Header, PartName
 from kvtier.testing.records import NAMESPACE, aligned, make_record
 from kvtier.tiers import exact, tier
 from kvtier.tiers.store import Status, Write
@@ -38,8 +38,8 @@ def test_what_was_written_is_read_exactly(bench):
 LIES: dict[str, Callable[[Header], Header | None]] = {
     "another namespace": lambda h: structs.replace(h, namespace=bytes(32)),
     "another key": lambda h: structs.replace(h, key=bytes(32)),
-    "another part": lambda h: structs.replace(h, part=Part(1)),
-    "another shard": lambda h: structs.replace(h, part=Part(0, 0, 2)),
+    "another part": lambda h: structs.replace(h, part=PartName(1)),
+    "another shard": lambda h: structs.replace(h, part=PartName(0, 0, 2)),
     "another raw length": lambda h: structs.replace(h, raw_bytes=SIZE - 1),
     "another stored length": lambda h: structs.replace(h, stored_bytes=SIZE - 1),
     "both lengths": lambda h: structs.replace(h, raw_bytes=1, stored_bytes=1),

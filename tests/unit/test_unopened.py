@@ -18,7 +18,7 @@ from kvtier.clock import monotonic
 from kvtier.config import Config, TierConfig, load_store, store_types
 from kvtier.depot import Depot
 from kvtier.errors import ConfigError, Unavailable, Unreachable
-from kvtier.identity.record import Part, record_id
+from kvtier.identity.record import PartName, record_id
 from kvtier.seams import ThreadFlow
 from kvtier.storage_backends.memory import MemoryStore
 from kvtier.storage_backends.s3_errors import unreached as s3_unreached
@@ -279,7 +279,7 @@ def reopened(monkeypatch) -> list[Depot]:
 def names(text, count):
     """Return the names of the parts of a prompt's chunks."""
     keys = keys_of(text, count).keys
-    return [(record_id(keys[at : at + 32], Part()),) for at in range(0, 32 * count, 32)]
+    return [(record_id(keys[at : at + 32], PartName()),) for at in range(0, 32 * count, 32)]
 
 
 def test_the_first_time_it_is_an_error(directory):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.identity.record import Header, Part
+from kvtier.identity.record import Header, PartName
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import PAGE, FileIO, Segment, Slabs, stride_for, stride_of
 from kvtier.storage_backends.slab_files import SegmentFiles
@@ -242,7 +242,7 @@ def test_segment_names() -> None:
 def encoded(stored: int, raw: int) -> Header:
     """Return the header of a part of which a codec left so many bytes."""
     sums = {"raw_sum": bytes(16), "stored_sum": bytes(16)}
-    return Header(bytes(32), bytes(32), None, 0, Part(), raw, stored, codec=1, **sums)
+    return Header(bytes(32), bytes(32), None, 0, PartName(), raw, stored, codec=1, **sums)
 
 
 def test_sizes_that_a_codec_leaves_share_few_classes() -> None:

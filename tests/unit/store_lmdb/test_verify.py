@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtier.identity.record import Part
+from kvtier.identity.record import PartName
 from kvtier.storage_backends import slab_audit
 from kvtier.storage_backends.slab import PAGE, stride_of
 from kvtier.storage_backends.slab_index import Entry
@@ -56,7 +56,7 @@ def test_a_flipped_bit_is_found_and_removed(filled: Any, which: int, number: int
     assert (verdict.whole, verdict.checked) == (False, 39)
     (damage,) = verdict.damage
     assert damage.namespace == record.header.namespace.hex()
-    assert damage.part == tuple(Part())
+    assert damage.part == tuple(PartName())
     repaired = filled.check(repair=True)
     assert (repaired.whole, repaired.removed, len(repaired.damage)) == (True, 1, 1)
     assert not repaired.index_replaced
