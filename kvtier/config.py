@@ -225,7 +225,8 @@ def parse_tier(url: str) -> TierConfig:
         raise ConfigError(f"tier {shown!r} needs a place after the colon")
     given = parse_options(shown, query)
     store = load_store(types[scheme])
-    check_known(f"option of {scheme}", given, (*store.OPTIONS, *_OWN_OPTIONS))
+    known, secrets = (*store.OPTIONS, *_OWN_OPTIONS), getattr(store, "CREDENTIALS", "")
+    check_known(f"option of {scheme}", given, known, secrets)
     if "capacity" not in given:
         raise ConfigError(f"tier {shown!r} has no capacity; add ?capacity=200GiB, say")
     capacity, budget = given["capacity"], given.get("write_budget")

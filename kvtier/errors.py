@@ -19,8 +19,11 @@ come back as a status. An exception means that the caller's code or configuratio
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable
-from typing import ClassVar
+from typing import ClassVar, Final
+
+_SECRETIVE: Final = re.compile(r"secret|token|passw|pwd|credential|user|key(_?id)?$")
 
 
 class KvtierError(Exception):
@@ -71,10 +74,17 @@ class Newer(Corrupt):
     cause: ClassVar[str] = "newer version"
 
 
-def check_known(kind: str, names: Iterable[str], choices: Collection[str]) -> None:
-    """Raise ConfigError for the first of the names that is not among `choices`."""
+def check_known(
+    kind: str, names: Iterable[str], choices: Collection[str], credentials: str = ""
+) -> None:
+    """Raise ConfigError for the first of the names that is not among `choices`.
+
+    credentials: where a secret belongs, for who gives it by one of these names.
+    """
     for name in names:
         if name not in choices:
+            if credentials and _SECRETIVE.search(name.lower()):
+                raise ConfigError(f"credentials do not belong in a URL; {credentials}")
             raise unknown(kind, name, choices)
 
 

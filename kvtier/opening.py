@@ -81,7 +81,8 @@ def _opened(setting: TierConfig, types: Mapping[str, EntryPoint], *, again: bool
     if setting.scheme not in types:
         raise unknown("tier", setting.scheme, types)
     kind = load_store(types[setting.scheme])
-    check_known(f"option of {setting.scheme}", setting.options, kind.OPTIONS)
+    secrets = getattr(kind, "CREDENTIALS", "")
+    check_known(f"option of {setting.scheme}", setting.options, kind.OPTIONS, secrets)
     opens = functools.partial(kind.open, setting.location, setting.capacity, setting.options)
     try:
         return opens()

@@ -26,6 +26,7 @@ from kvtier.seams import Future
 from kvtier.storage_backends.s3_batch import Batches
 from kvtier.storage_backends.s3_errors import (
     ABSENT_CODES,
+    CREDENTIALS,
     AbsentError,
     BrokenError,
     contents,
@@ -88,6 +89,7 @@ class S3Store:
     PROMISES: ClassVar[Capabilities] = Capabilities(
         durable=True, shared=True, ranged=True, deadlines=True
     )
+    CREDENTIALS: ClassVar[str] = CREDENTIALS
     prices: ClassVar[Mapping[str, float]] = PRICES
     ALIGNMENT: ClassVar[int] = 1
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from kvtier.errors import ConfigError, unknown
+from kvtier.errors import ConfigError, check_known
 from kvtier.identity.record import RecordId
 from kvtier.storage_backends.s3_errors import CREDENTIALS
 from kvtier.tiers.store import Option
@@ -16,7 +16,6 @@ _KEY_HEX: Final = 64  # characters of a name that are the chunk key; the part fo
 _NAME: Final = re.compile(r"([0-9a-f]{64})-([0-9a-f]{20})")
 _BUCKET: Final = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _PREFIX: Final = re.compile(r"[A-Za-z0-9!_.*'()/=-]{0,512}")
-_SECRETIVE: Final = ("key", "secret", "token", "password", "credential")
 
 PRICES: Final = {"PUT": 5e-6, "LIST": 5e-6, "GET": 4e-7, "HEAD": 4e-7, "DELETE": 0.0}
 """US dollars a request: S3 Standard, us-east-1, aws.amazon.com/s3/pricing, 2025."""
@@ -41,11 +40,7 @@ class Settings(NamedTuple):
     @classmethod
     def read(cls, values: Mapping[str, Any], known: Mapping[str, Option]) -> Settings:
         """Take the options that were given, and defaults. Raises ConfigError for unknown ones."""
-        for name in values:
-            if name not in known:
-                if any(word in name.lower() for word in _SECRETIVE):
-                    raise ConfigError(f"credentials do not belong in a URL; {CREDENTIALS}")
-                raise unknown("option", name, known)
+        check_known("option of s3", values, known, CREDENTIALS)
         return cls(**{name: values.get(name, known[name].default) for name in cls._fields})
 
 

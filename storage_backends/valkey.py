@@ -21,6 +21,7 @@ from kvtier.seams import IoPool
 from kvtier.storage_backends.valkey_link import BrokenError, Link, Place, Reply
 from kvtier.storage_backends.valkey_links import Links, UnfitError
 from kvtier.storage_backends.valkey_service import (
+    CREDENTIALS,
     KEY,
     Server,
     Settings,
@@ -67,6 +68,7 @@ class ValkeyStore:
     THREADS: ClassVar[int] = 4
     PROMISES: ClassVar[Capabilities] = Capabilities(shared=True, self_evicting=True, deadlines=True)
     ALIGNMENT: ClassVar[int] = 1
+    CREDENTIALS: ClassVar[str] = CREDENTIALS
 
     @classmethod
     def open(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import urlsplit
 
-from kvtier.errors import ConfigError, Corrupt, unknown
+from kvtier.errors import ConfigError, Corrupt, check_known
 from kvtier.storage_backends.valkey_link import BrokenError, Credentials, Link, Place, RefusedError
 from kvtier.tiers.store import Option, Status, unusable
 
@@ -22,13 +22,12 @@ _PORT: Final = 6379
 _MOST_DATABASES: Final = 1 << 16
 _USER: Final = "KVTIER_VALKEY_USER"
 _PASSWORD: Final = "KVTIER_VALKEY_PASSWORD"  # noqa: S105  (the name of a variable)
-_CREDENTIALS: Final = f"set {_PASSWORD}, and {_USER} for a user of an ACL"
-_SECRETIVE: Final = ("secret", "token", "password", "credential", "user")
+CREDENTIALS: Final = f"set {_PASSWORD}, and {_USER} for a user of an ACL"
 _EXAMPLE: Final = "valkey://host:6379/0?capacity=64GiB"
 _RIGHTS: Final = f"let this user GETRANGE, GET, SET, DEL, STRLEN, SCAN and INFO, on {KEY}*"
 _REMEDIES: Final = {
-    "NOAUTH": f"it asks for a password: {_CREDENTIALS}",
-    "WRONGPASS": f"user and password do not belong together: {_CREDENTIALS}",
+    "NOAUTH": f"it asks for a password: {CREDENTIALS}",
+    "WRONGPASS": f"user and password do not belong together: {CREDENTIALS}",
     "NOPERM": _RIGHTS,
     "DENIED": "it takes connections of its own host only: give it a password, or bind it",
     "READONLY": "it is a replica: name its primary",
@@ -53,11 +52,7 @@ class Settings(NamedTuple):
     @classmethod
     def read(cls, values: Mapping[str, Any], known: Mapping[str, Option]) -> Settings:
         """Take the options that were given, and defaults. Raises ConfigError for unknown ones."""
-        for name in values:
-            if name not in known:
-                if any(word in name.lower() for word in _SECRETIVE):
-                    raise ConfigError(f"credentials do not belong in a URL; {_CREDENTIALS}")
-                raise unknown("option", name, known)
+        check_known("option of valkey", values, known, CREDENTIALS)
         return cls(**{name: values.get(name, known[name].default) for name in cls._fields})
 
 
@@ -83,7 +78,7 @@ def parse_tls(text: str) -> str:
 def parse_location(location: str) -> Place:
     """Read ``//host:port/database`` or ``///path``. Raises ConfigError, and repeats no password."""
     if "@" in location:
-        raise ConfigError(f"credentials do not belong in a URL; {_CREDENTIALS}")
+        raise ConfigError(f"credentials do not belong in a URL; {CREDENTIALS}")
     if location.startswith("///") and len(location) > len("///"):
         return Place("", 0, location.removeprefix("//"), 0)
     try:

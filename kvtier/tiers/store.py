@@ -114,6 +114,7 @@ class Store(Protocol):
     OPTIONS: the URL options besides ``capacity``.
     THREADS: how many calls its Tier should have in flight.
     ALIGNMENT: the address and length alignment at which buffers are used without a copy.
+    One that needs a secret may have CREDENTIALS: how that is given, for who puts it in a URL.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]]

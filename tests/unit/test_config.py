@@ -91,6 +91,11 @@ WRONG_URLS = {
     "malformed query": ("lmdb:/kv?capacity", "must look like ?capacity=8GiB&a=b"),
     "stray ampersand": (LMDB + "&", "must look like"),
     "two question marks": (LMDB + "?durability=each", "1GiB?durability=each' has no capacity"),
+    "secret of s3": ("s3://b?capacity=1TiB&secret_key=x", "in a URL; set AWS_ACCESS_KEY_ID and A"),
+    "key of s3": ("s3://b?capacity=1TiB&aws_access_key_id=x", "a profile by AWS_PROFILE, or an i"),
+    "password of valkey": ("valkey://h?password=x", "set KVTIER_VALKEY_PASSWORD, and KVTIER_VALK"),
+    "no secret at all": ("s3://b?capacity=1TiB&key_prefix=x", "unknown option of s3 'key_prefix'"),
+    "secret of what has none": (LMDB + "&secret=x", "unknown option of lmdb 'secret'"),
     "endpoint that is none": ("s3://b?capacity=1TiB&endpoint=localhost:9000", "endpoint"),
 }
 
