@@ -212,7 +212,7 @@ def planned(kind: str, count: int, size: int, tensors: int = 1) -> dict[str, Any
 
 
 def on_gpu(path: Path | None) -> int:
-    """Measure the GPU and save after each step; 1 where there is none."""
+    """Measure the GPU and save after each step; 1 where there is none, or a step failed."""
     from device_gpu import measure
 
     def save(found: object) -> None:
@@ -220,12 +220,11 @@ def on_gpu(path: Path | None) -> int:
             path.write_text(json.dumps({"gpu": found}, indent=1) + "\n")
 
     try:
-        measure(save)
+        return 0 if measure(save) else 1
     except ConfigError as error:
         print(f"gpu: not run: {error}")
         save("not run")
         return 1
-    return 0
 
 
 def tell(

@@ -20,47 +20,35 @@ from __future__ import annotations
 import mmap
 import statistics
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import Any
 
 import numpy as np
+from device_sizes import HERE, KIB, Layer, Sizes, machine
 from engine_gpu import milliseconds, on_gpu
 
 from kvtier.device.base import Copy
 from kvtier.device.cuda import CudaDevice
+from kvtier.device.driver import Driver
 from kvtier.device.paths import Choice
 from kvtier.device.spread import describe
-from kvtier.device.torch_driver import TorchDriver, cuda_device
+from kvtier.device.torch_driver import cuda_device
 from kvtier.testing.layouts import by_planes
 
 BUDGET = 220.0  # seconds, after which no step begins
-GIB = 1 << 30
-TOTAL = 512 << 20  # bytes of one copy
-# Planes, bytes of a block in each, blocks of a chunk of 256 tokens.
-GEOMETRIES = {
-    "llama-8b, blocks of 16": (64, 32 << 10, 16),
-    "llama-8b, blocks of 64": (64, 128 << 10, 4),
-    "llama-8b, blocks of 256": (64, 512 << 10, 1),
-    "llama-70b tp4, blocks of 16": (160, 8 << 10, 16),
-    "mla, blocks of 16": (61, 18 << 10, 16),
-    "mla, blocks of 64": (61, 72 << 10, 4),
-}
-GRIDS = (2, 4, 8, 16, 32, 132)
 LIMITS = {"llama": 0.9, "mla": 0.8}
 TURNS = 3
-SLEEP = 200_000_000  # cycles
 SECONDS = 60.0
 
 
 class Bench:
     """A GPU, pinned memory, and what is measured with them."""
 
-    def __init__(self, device: CudaDevice, driver: TorchDriver) -> None:
-        import torch
-
-        self.torch, self.device, self.driver = torch, device, driver
-        self.arena = np.frombuffer(mmap.mmap(-1, 2 * GIB), np.uint8)
+    def __init__(self, device: CudaDevice, driver: Driver, torch: Any, sizes: Sizes = HERE) -> None:
+        self.torch, self.device, self.driver, self.sizes = torch, device, driver, sizes
+        self.arena = np.frombuffer(mmap.mmap(-1, 2 * sizes.link), np.uint8)
         device.pin(self.arena)
         self.link = {"load": 0.0, "store": 0.0}
 
@@ -69,7 +57,7 @@ class Bench:
         if self.driver.batches:
             yield Choice("batch")
         yield Choice("staged")
-        yield from (Choice("direct", grid) for grid in GRIDS)
+        yield from (Choice("direct", grid) for grid in self.sizes.grids)
 
     def timed(self, stream: Any, work: Callable[[], object], turns: int = TURNS) -> list[float]:
         """Return the milliseconds that some turns took on a stream, the first one left out."""
@@ -89,8 +77,9 @@ class Bench:
         shape = (planes, blocks, block)
         return self.torch.randint(0, 255, shape, dtype=self.torch.uint8, device="cuda")
 
-    def copies(self, kv: Any, chunk: int, total: int = TOTAL) -> list[Copy]:
+    def copies(self, kv: Any, chunk: int, total: int | None = None) -> list[Copy]:
         """Return copies of whole chunks of scattered blocks; slots lie one after another."""
+        total = self.sizes.total if total is None else total
         planes, blocks, block = kv.shape
         pages, size = self.device.pages(kv, planes, block), planes * chunk * block
         order = np.random.default_rng(0).permutation(blocks)
@@ -112,36 +101,36 @@ class Bench:
     def step_link(self) -> dict[str, float]:
         """Measure single large copies."""
         torch = self.torch
-        here = torch.from_numpy(self.arena)
-        there, more = (torch.zeros(GIB, dtype=torch.uint8, device="cuda") for _ in range(2))
-        paged = torch.zeros(GIB, dtype=torch.uint8)
+        here, size = torch.from_numpy(self.arena), self.sizes.link
+        there, more = (torch.zeros(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+        paged = torch.zeros(size, dtype=torch.uint8)
         stream, other = (self.device.stream(role).handle for role in ("load", "store"))
 
         def one(to: Any, of: Any) -> float:
             with torch.cuda.stream(stream):
                 took = self.timed(stream, lambda: to.copy_(of, non_blocking=True))
-            return GIB / statistics.median(took) / 1e6
+            return size / statistics.median(took) / 1e6
 
         def both() -> None:
             other.wait_stream(stream)
             with torch.cuda.stream(stream):
-                there.copy_(here[:GIB], non_blocking=True)
+                there.copy_(here[:size], non_blocking=True)
             with torch.cuda.stream(other):
-                here[GIB:].copy_(more, non_blocking=True)
+                here[size:].copy_(more, non_blocking=True)
             stream.wait_stream(other)
 
-        self.link = {"load": one(there, here[:GIB]), "store": one(here[:GIB], there)}
+        self.link = {"load": one(there, here[:size]), "store": one(here[:size], there)}
         return {
             **{f"{role} pinned": speed for role, speed in self.link.items()},
             "load pageable": one(there, paged),
             "store pageable": one(paged, there),
-            "both at once": 2 * GIB / statistics.median(self.timed(stream, both)) / 1e6,
+            "both at once": 2 * size / statistics.median(self.timed(stream, both)) / 1e6,
         }
 
     def step_right(self) -> dict[str, bool]:
         """Compare bytes, there and back."""
         torch, found = self.torch, {}
-        for name, (planes, block, chunk) in GEOMETRIES.items():
+        for name, (planes, block, chunk) in self.sizes.geometries.items():
             kv = self.cache(planes, block, 4 * chunk)
             copies = self.copies(kv, chunk, 2 * planes * block * chunk)
             ids = [torch.tensor(copy.blocks, device="cuda") for copy in copies]
@@ -169,8 +158,8 @@ class Bench:
     def step_copies(self) -> dict[str, Any]:
         """Measure all ways for all geometries."""
         found: dict[str, Any] = {}
-        for name, (planes, block, chunk) in GEOMETRIES.items():
-            kv = self.cache(planes, block, 2 * TOTAL // (planes * block))
+        for name, (planes, block, chunk) in self.sizes.geometries.items():
+            kv = self.cache(planes, block, 2 * self.sizes.total // (planes * block))
             copies = self.copies(kv, chunk)
             moved, runs = sum(copy.slot.nbytes for copy in copies), len(describe(copies))
             for role in ("load", "store"):
@@ -206,18 +195,19 @@ class Bench:
         if not self.driver.batches:
             return found
         self.device.way = Choice("batch")
-        for block in (16 << 10, 24 << 10, 28 << 10, 32 << 10):
-            for count in (64, 2048, 16384):
+        for block in self.sizes.near:
+            for count in self.sizes.near_runs:
                 kv = self.cache(1, block, 2 * count)
                 (copy,) = self.copies(kv, count, count * block)
                 stream = self.device.stream("load").handle
                 took = self.timed(stream, lambda copy=copy: self.run("load", [copy]))
                 speed = copy.slot.nbytes / statistics.median(took) / 1e6
                 found[f"{count} runs of {block >> 10} KiB"] = speed
-        kv = self.cache(1, 8 << 10, 1 << 15)
-        pages = self.device.pages(kv, 1, 8 << 10)
-        slot = self.arena[: 1 << 27].reshape(1, 1 << 14, 8 << 10)
-        ids = [at // 16 * 32 + at % 16 for at in range(1 << 14)]
+        many = self.sizes.near_runs[-1]
+        kv = self.cache(1, 8 * KIB, 2 * many + 32)
+        pages = self.device.pages(kv, 1, 8 * KIB)
+        slot = self.arena[: many * 8 * KIB].reshape(1, many, 8 * KIB)
+        ids = [at // 16 * 32 + at % 16 for at in range(many)]
         took = self.timed(stream, lambda: self.run("load", [Copy(pages, ids, slot)]))
         found["8 KiB, 16 in a row joined"] = slot.nbytes / statistics.median(took) / 1e6
         return found
@@ -225,14 +215,14 @@ class Bench:
     def step_overlap(self) -> dict[str, Any]:
         """Measure matrix products beside copies."""
         torch = self.torch
-        kv = self.cache(64, 32 << 10, 2 * TOTAL // (64 * (32 << 10)))
-        copies = self.copies(kv, 16)
+        copies = self.first()
         moved = sum(copy.slot.nbytes for copy in copies)
-        one = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+        side = self.sizes.matrix
+        one = torch.randn(side, side, dtype=torch.bfloat16, device="cuda")
         out, compute = torch.empty_like(one), torch.cuda.current_stream()
 
         def products() -> None:
-            for _ in range(80):
+            for _ in range(self.sizes.products):
                 torch.mm(one, one, out=out)
 
         alone = statistics.median(self.timed(compute, products))
@@ -243,26 +233,39 @@ class Bench:
                 self.device.way = choice
                 times = max(1, int(alone * self.link[role] * 1e6 * 0.8 / moved))
 
-                def both(role: str = role, stream: Any = stream, times: int = times) -> None:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+                def both(
+                    role: str = role,
+                    stream: Any = stream,
+                    times: int = times,
+                    begin: Any = begin,
+                    end: Any = end,
+                ) -> None:
                     began = self.device.host_fence()
                     products()  # first: what the copies cost the host must not count here
                     stream.wait(began)
+                    begin.record(stream.handle)
                     for _ in range(times):
                         if role == "store":
                             self.device.gather(stream, copies, ())
                         else:
                             self.device.scatter(stream, [copies], ())
+                    end.record(stream.handle)
 
                 beside = statistics.median(self.timed(compute, both))
                 torch.cuda.synchronize()
-                slower = (beside / alone - 1) * 100
-                found[f"{role}, {title(choice)}"] = {"slower_percent": slower, "copies": times}
+                found[f"{role}, {title(choice)}"] = {
+                    "slower_percent": (beside / alone - 1) * 100,
+                    "copies": times,
+                    "copies_gb_per_s": times * moved / begin.elapsed_time(end) / 1e6,
+                }
         return found
 
     def step_layers(self) -> dict[str, dict[str, float]]:
         """Measure what has landed of a load when work behind its first group begins."""
         cuda, found, groups = self.torch.cuda, {}, 8  # as a cache cuts 32 layers
-        copies = self.copies(self.cache(64, 32 << 10, 2 * TOTAL // (64 * (32 << 10))), 16)
+        copies = self.first()
         for choice in self.choices():
             self.device.way, shares = choice, []
             for _ in range(TURNS + 1):
@@ -274,7 +277,8 @@ class Bench:
                 self.device.hold(fences[0], SECONDS)
                 first.record()
                 for fence, end in zip(fences, ends, strict=True):
-                    watch.wait_event(fence.event.event)
+                    with cuda.stream(watch):
+                        self.device.hold(fence, SECONDS)
                     end.record(watch)
                 cuda.synchronize()
                 later = sum(first.elapsed_time(one) >= 0 for one in ends[1:])
@@ -284,25 +288,28 @@ class Bench:
 
     def step_ttft(self) -> dict[str, Any]:
         """Measure a prompt recomputed, loaded whole, and loaded layer by layer."""
-        layer, found = Layer(self.torch), {}
+        layer, found = Layer(self.torch, self.sizes.hidden), {}
+        planes, block, chunk = next(iter(self.sizes.geometries.values()))
         compute, self.device.way = self.torch.cuda.current_stream(), None
         fresh = layer.prompt(128)  # beyond its prefix
-        for tokens in (1024, 4096, 16384, 32768):
+        for tokens in self.sizes.prompts:
             prompt = layer.prompt(tokens)
-            recompute = 32 * statistics.median(self.timed(compute, lambda p=prompt: layer(p)))
-            kv = self.cache(64, 32 << 10, tokens // 16)
-            copies = self.copies(kv, 16, tokens << 17)
+            recompute = self.sizes.layers * statistics.median(
+                self.timed(compute, lambda p=prompt: layer(p))
+            )
+            blocks = tokens // 16
+            kv = self.cache(planes, block, blocks)
+            copies = self.copies(kv, min(chunk, blocks), planes * block * blocks)
 
             def load(groups: int, copies: list[Copy] = copies) -> None:
                 fences = self.run("load", copies, groups)
-                for number in range(32):
-                    fence = fences[number * groups // 32]
-                    compute.wait_event(fence.event.event)
+                for number in range(self.sizes.layers):
+                    self.device.hold(fences[number * groups // self.sizes.layers], SECONDS)
                     layer(fresh)
 
             whole, layered = (
                 statistics.median(self.timed(compute, lambda n=groups: load(n)))
-                for groups in (1, 32)
+                for groups in (1, self.sizes.layers)
             )
             names = ("recompute_ms", "load_whole_ms", "load_by_layer_ms")
             found[str(tokens)] = dict(zip(names, (recompute, whole, layered), strict=True))
@@ -315,13 +322,14 @@ class Bench:
         kv = torch.zeros(4, 8, 1 << 16, dtype=torch.uint8, device="cuda")
         pages = self.device.pages(kv, 4, 1 << 16)
         slot = self.arena[: 4 * 2 << 16].reshape(4, 2, 1 << 16)
+        read = torch.tensor([1, 5], device="cuda")  # here: to bring it there waits for the GPU
         for choice in self.choices():
             self.device.way, right = choice, {}
             for waits in (True, False):
                 kv.zero_()
                 slot[:] = 5
                 torch.cuda.synchronize()
-                torch.cuda._sleep(SLEEP)  # noqa: SLF001  (there is no public one)
+                torch.cuda._sleep(self.sizes.sleep)  # noqa: SLF001  (there is no public one)
                 kv.fill_(7)
                 after = [self.device.host_fence()] if waits else []
                 copy = Copy(pages, [1, 5], slot)
@@ -331,8 +339,8 @@ class Bench:
                     (slot == 7).all()
                 )
                 slot[:] = 9
-                torch.cuda._sleep(SLEEP)  # noqa: SLF001  (there is no public one)
-                seen = kv[:, [1, 5]].clone()
+                torch.cuda._sleep(self.sizes.sleep)  # noqa: SLF001  (there is no public one)
+                seen = kv.index_select(1, read)
                 after = [self.device.host_fence()] if waits else []
                 *_, landed = self.device.scatter(self.device.stream("load"), [[copy]], after)
                 landed.wait(SECONDS)
@@ -348,35 +356,11 @@ class Bench:
         self.device.way = None
         return on_gpu(self.device)
 
-
-class Layer:
-    """One layer of Llama-3-8B's sizes, with random weights."""
-
-    def __init__(self, torch: Any) -> None:
-        self.torch = torch
-        shapes = ((4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096))
-        self.weights = [self.draw(*shape) * 0.01 for shape in shapes]
-
-    def draw(self, *shape: int) -> Any:
-        """Return random numbers in bf16."""
-        return self.torch.randn(shape, dtype=self.torch.bfloat16, device="cuda")
-
-    def prompt(self, tokens: int) -> Any:
-        """Return hidden states."""
-        return self.draw(tokens, 4096)
-
-    def __call__(self, hidden: Any) -> Any:
-        functional = self.torch.nn.functional
-        into, out, up, down = self.weights
-        projected = (hidden @ into).view(1, len(hidden), 48, 128).transpose(1, 2)
-        mixed = functional.scaled_dot_product_attention(
-            *(projected[:, :32], projected[:, 32:40], projected[:, 40:]),
-            is_causal=True,
-            enable_gqa=True,
-        )
-        hidden = mixed.transpose(1, 2).reshape(len(hidden), 4096) @ out
-        gate, wide = (hidden @ up).chunk(2, -1)
-        return (functional.silu(gate) * wide) @ down
+    def first(self) -> list[Copy]:
+        """Return copies of the first geometry."""
+        planes, block, chunk = next(iter(self.sizes.geometries.values()))
+        kv = self.cache(planes, block, 2 * self.sizes.total // (planes * block))
+        return self.copies(kv, chunk)
 
 
 def title(choice: Choice) -> str:
@@ -384,17 +368,32 @@ def title(choice: Choice) -> str:
     return f"direct {choice.grid}" if choice.way == "direct" else choice.way
 
 
-def measure(save: Callable[[dict[str, Any]], None]) -> None:
-    """Run all steps; call `save` with what is known after each. Raises ConfigError, with no GPU."""
-    begin, found = time.perf_counter(), {}
+def measure(save: Callable[[dict[str, Any]], None]) -> bool:
+    """Run all steps; call `save` with what is known after each. Say whether all went well.
+
+    A step that fails is told, and the next one begins. Raises ConfigError, with no GPU.
+    """
     with closing(cuda_device()) as device:
-        bench = Bench(device, device.driver)
-        found["device"] = {"name": device.name, "torch": bench.torch.__version__}
-        steps = [name for name in vars(Bench) if name.startswith("step_")]
-        for step in steps:
-            late = time.perf_counter() - begin > BUDGET
-            name = step.removeprefix("step_")
+        import torch
+
+        return run(Bench(device, device.driver, torch), save)
+
+
+def run(bench: Bench, save: Callable[[dict[str, Any]], None]) -> bool:
+    """Run the steps of a bench; see ``measure``."""
+    begin, found, well = time.perf_counter(), {}, True
+    found["device"] = machine(bench.torch, bench.device, bench.driver)
+    steps = [name for name in vars(Bench) if name.startswith("step_")]
+    for step in steps:
+        late = time.perf_counter() - begin > BUDGET
+        name = step.removeprefix("step_")
+        try:
             found[name] = "left out: no time" if late else getattr(bench, step)()
-            found["seconds"] = time.perf_counter() - begin
-            save(found)
-            print(f"{found['seconds']:6.1f} s  {name}: {found[name]}", flush=True)
+        except Exception as error:  # noqa: BLE001  (what else is measured must not be lost)
+            traceback.print_exc()
+            found[name], well = f"failed: {type(error).__name__}: {error}", False
+        bench.torch.cuda.empty_cache()
+        found["seconds"] = time.perf_counter() - begin
+        save(found)
+        print(f"{found['seconds']:6.1f} s  {name}: {found[name]}", flush=True)
+    return well

@@ -85,7 +85,7 @@ def decode(compute: Compute, model: Model, sizes: Sizes) -> dict[str, Any]:
     shape = (config.layers, 2, each * max(sizes.requests), BLOCK, config.kv_heads, config.head_size)
     with compute.current():
         kv = torch.zeros(shape, dtype=torch.bfloat16, device=compute.device)
-        graphs = DecodeGraphs(model, kv, compute)
+        graphs = DecodeGraphs(model, [kv], compute)
         for requests in sizes.requests:
             tables = [[list(range(at * each, (at + 1) * each))] for at in range(requests)]
             spans = [Span([1], sizes.context - 1, table) for table in tables]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import logging
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -34,6 +35,7 @@ _HOST_POINTERS: Final = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 _STREAM_ORDER: Final = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM; ANY ignores what a stream waits for
 _BATCH_FIRST, _BATCH_NOW = 12080, 13000  # CUDA 12.8 and 13.0
 _DEFAULT_KIND: Final = 4  # cudaMemcpyDefault: the addresses say which way
+_log = logging.getLogger("kvtier")
 
 
 class _Attributes(ctypes.Structure):
@@ -79,26 +81,28 @@ class TorchDriver:
         cupy = _cupy()
         properties = torch.cuda.get_device_properties(index)
         self.processors = int(properties.multi_processor_count)
-        version = int(cupy.cuda.runtime.driverGetVersion())
+        self._index, self._runtime = index, cupy.cuda.runtime
+        version = int(self._runtime.driverGetVersion())
         self.name = f"{properties.name}, CUDA {version // 1000}.{version % 1000 // 10}"
-        with cupy.cuda.Device(index):
-            if not cupy.cuda.runtime.deviceGetAttribute(_HOST_POINTERS, index):
-                raise ConfigError(f"{self.name} cannot use the addresses of pinned host memory")
-            compiler = Nvrtc(newest=version // 1000)  # or the driver may not take what it made
-            architecture = properties.major * 10 + properties.minor
-            made = cubin(architecture, folder or default_folder(), compiler)
-            # CuPy may look into the file as late as at the first launch.
-            self._cubin = tempfile.NamedTemporaryFile(suffix=".cubin")  # noqa: SIM115
-            self._cubin.write(made)
-            self._cubin.flush()
-            self._kernel = cupy.RawModule(path=self._cubin.name).get_function("kvtier_copy")
+        self._here: Callable[[], Any] = lambda: cupy.cuda.Device(index)
+        compiler = Nvrtc(newest=version // 1000)  # or the driver may not take what it made
+        architecture = properties.major * 10 + properties.minor
+        made = cubin(architecture, folder or default_folder(), compiler)
+        try:
+            with self._here():
+                if not self._runtime.deviceGetAttribute(_HOST_POINTERS, index):
+                    raise ConfigError(f"{self.name} cannot use the addresses of pinned host memory")
+                self._kernel = _loaded(cupy, made)
+                self.node = gpu_node(self._runtime.deviceGetPCIBusId(index))
+        except RuntimeError as error:  # of CuPy's: it is for a newer CUDA than the driver's, say
+            raise ConfigError(
+                f"CuPy {cupy.__version__} cannot use {self.name}: {error}; install the CuPy of a "
+                f"CUDA that this driver has, such as cupy-cuda{version // 1000}x"
+            ) from error
         self._streams: dict[int, Any] = {}  # of CuPy, by the address of torch's
         self._external = partial(_external, cupy, index)
-        self._here: Callable[[], Any] = lambda: cupy.cuda.Device(index)
-        self._runtime = cupy.cuda.runtime
         self._batch = _batched_copies(version)
         self.batches = self._batch is not None
-        self.node = gpu_node(cupy.cuda.runtime.deviceGetPCIBusId(index))
 
     def stream(self) -> Any:
         """See Driver."""
@@ -159,8 +163,12 @@ class TorchDriver:
             ) from error
 
     def unpin(self, address: int) -> None:
-        """See Driver."""
-        self._runtime.hostUnregister(address)
+        """See Driver. What CUDA does not know as registered needs no more."""
+        try:
+            with self._here():
+                self._runtime.hostUnregister(address)
+        except self._runtime.CUDARuntimeError as error:
+            _log.warning("%s does not let memory at %#x go: %s", self.name, address, error)
 
     def copy(self, stream: Any, to: int, of: int, nbytes: int) -> None:
         """See Driver."""
@@ -172,6 +180,9 @@ class TorchDriver:
         if self._batch is None:
             raise ConfigError("this driver has no batched copies")
         with self._here():
+            # The runtime's calls find a context by themselves. This one is the driver's: it needs
+            # that the calling thread has one, which may be new and have called nothing yet.
+            self._runtime.setDevice(self._index)
             status = self._batch(table[0], table[1], table[2], stream.cuda_stream)
         if status:
             raise RuntimeError(f"cuMemcpyBatchAsync of {table.shape[1]} runs: CUDA error {status}")
@@ -179,16 +190,17 @@ class TorchDriver:
     def launch(self, stream: Any, work: Work, grid: int) -> None:
         """See Driver."""
         where = stream.cuda_stream
-        if where not in self._streams:
-            self._streams[where] = self._external(where)
-        with self._here(), self._streams[where]:
-            tables = map(np.uint64, (work.begins, work.table))
-            counts = map(np.uint32, (work.planes, work.runs, work.row))
-            self._kernel((grid,), (_THREADS,), (*tables, *counts))
+        with self._here():
+            if where not in self._streams:  # made here: CuPy takes the GPU that is current for its
+                self._streams[where] = self._external(where)
+            with self._streams[where]:
+                tables = map(np.uint64, (work.begins, work.table))
+                counts = map(np.uint32, (work.planes, work.runs, work.row))
+                self._kernel((grid,), (_THREADS,), (*tables, *counts))
 
     def close(self) -> None:
         """See Driver. What torch owns goes with its last reference."""
-        self._cubin.close()
+        self._streams.clear()
 
 
 def cuda_device(
@@ -206,9 +218,28 @@ def cuda_device(
 def _cupy() -> Any:
     if importlib.util.find_spec("cupy") is None:
         raise ConfigError("a CUDA device needs CuPy: pip install 'kvtier[cuda]'")
-    import cupy
-
+    try:
+        import cupy
+    except ImportError as error:  # its own libraries are not all there
+        raise ConfigError(
+            f"CuPy cannot be imported: {error}; pip install --force-reinstall 'kvtier[cuda]'"
+        ) from error
     return cupy
+
+
+def _loaded(cupy: Any, made: bytes) -> Any:
+    """Return the kernel of a cubin, on the GPU: what it does not take is told here, at no copy.
+
+    Raises RuntimeError.
+    """
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(made)
+        file.flush()
+        kernel = cupy.RawModule(path=file.name).get_function("kvtier_copy")
+        threads = int(kernel.max_threads_per_block)  # CuPy loads a kernel when it is asked for
+    if threads < _THREADS:
+        raise ConfigError(f"this GPU takes {threads} threads of the copy kernel, not {_THREADS}")
+    return kernel
 
 
 class _Foreign:
@@ -228,13 +259,15 @@ def _external(cupy: Any, index: int, address: int) -> Any:
     return cupy.cuda.ExternalStream(address, index)
 
 
-def _batched_copies(version: int) -> Callable[[Numbers, Numbers, Numbers, int], int] | None:
+def _batched_copies(
+    version: int, library: str = "libcuda.so.1"
+) -> Callable[[Numbers, Numbers, Numbers, int], int] | None:
     """Return cuMemcpyBatchAsync of a driver; None before 12.8. In 13.0 its signature changed."""
     asked = next((one for one in (_BATCH_NOW, _BATCH_FIRST) if version >= one), None)
     if asked is None:
         return None
     try:
-        look = ctypes.CDLL("libcuda.so.1").cuGetProcAddress_v2
+        look = ctypes.CDLL(library).cuGetProcAddress_v2
     except (OSError, AttributeError):
         return None
     entry, status = ctypes.c_void_p(), ctypes.c_int()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -56,3 +58,11 @@ def test_a_missing_package_is_told(monkeypatch, name, remedy):
     monkeypatch.setattr(torch_driver.importlib.util, "find_spec", hidden)
     with pytest.raises(ConfigError, match=remedy):
         cuda_device()
+
+
+def test_a_cupy_that_cannot_be_imported_is_told(monkeypatch, tmp_path):
+    (tmp_path / "cupy.py").write_text("raise ImportError('libcublas.so.13 is missing')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    with pytest.raises(ConfigError, match=r"imported: libcublas.so.13 is missing; pip install"):
+        torch_driver._cupy()

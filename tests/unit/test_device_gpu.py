@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+import threading
 from contextlib import closing
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 
 from kvtier.device.base import HOLE, Copy
 from kvtier.device.cuda import CudaFence
+from kvtier.device.layout import bytes_at
 from kvtier.device.paths import PATHS, Choice
 from kvtier.device.torch_driver import cuda_device
 from kvtier.errors import ConfigError
@@ -19,6 +22,7 @@ from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS, by_planes
 pytestmark = pytest.mark.gpu
 
 SECONDS = 30.0
+ARENA = 64 << 20
 SLEEP = 200_000_000  # cycles of the GPU: a tenth of a second or so
 
 
@@ -36,7 +40,7 @@ def device(request, tmp_path):
 
 @pytest.fixture
 def arena(device):
-    memory = np.frombuffer(mmap.mmap(-1, 64 << 20), np.uint8)
+    memory = np.frombuffer(mmap.mmap(-1, ARENA), np.uint8)
     device.pin(memory)
     return memory
 
@@ -124,6 +128,50 @@ def test_compute_waits_for_the_layers_that_it_reads(device, arena):
         torch.cuda.current_stream().wait_event(fence.event.event)
         assert (tensor[layer, [1, 5]] == 9).all()
     assert (tensor[:, [0, 2, 3, 4, 6, 7]] == 0).all()
+
+
+def mapped(at=None):
+    """Map fresh memory, at an address where there is some already, in its place."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    given = (ctypes.c_void_p(at), ctypes.c_size_t(ARENA), mmap.PROT_READ | mmap.PROT_WRITE)
+    fixed = 0 if at is None else 0x10  # MAP_FIXED
+    how = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | fixed
+    address = libc.mmap(*given, how, -1, ctypes.c_long(0))
+    assert at in (None, address)
+    return bytes_at(object(), address, (ARENA,), (1,))
+
+
+def test_memory_that_is_mapped_anew_is_what_is_copied_to(device):
+    """A new arena often lies where the one before it lay: a GPU must not keep to its pages."""
+    tensor = torch.randint(0, 200, (4, 8, 4096), dtype=torch.uint8, device="cuda")
+    want = tensor.index_select(1, torch.tensor([1, 5], device="cuda")).cpu().numpy()
+    pages, at = device.pages(tensor, 4, 4096), None
+    for _ in range(3):
+        memory = mapped(at)
+        at = memory.ctypes.data
+        device.pin(memory)
+        slot = cut(memory, 4, 2, 4096)
+        store = device.stream("store")
+        assert device.gather(store, [Copy(pages, [1, 5], slot)], ()).wait(SECONDS)
+        assert np.array_equal(slot, want)
+
+
+def test_a_thread_that_has_called_nothing_of_cuda_may_copy(device, arena):
+    tensor = torch.full((4, 8, 4096), 7, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    slot, pages = cut(arena, 4, 2, 4096), device.pages(tensor, 4, 4096)
+    found = []
+
+    def work():
+        fence = device.gather(device.stream("store"), [Copy(pages, [1, 5], slot)], ())
+        found.append(fence.wait(SECONDS))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(SECONDS)
+    assert found == [True]
+    assert (slot == 7).all()
 
 
 def test_tensors_of_elsewhere_are_refused(device):

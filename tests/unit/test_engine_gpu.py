@@ -78,7 +78,7 @@ def test_a_replayed_step_has_the_bits_of_one_that_is_not(model, compute):
     with compute.current():
         ours, theirs = pool(model).normal_(), pool(model)
         theirs.copy_(ours)
-        graphs = DecodeGraphs(model, theirs, compute)
+        graphs = DecodeGraphs(model, [theirs], compute)
         for ends in ([9], [40], [100, 7], [1, 64], [513, 20], [5] * 7):
             blocks = iter(range(1, 60))
             spans = [

@@ -1,0 +1,184 @@
+"""What a GPU is to be measured by, on the CPU: that each step runs, and nothing of a GPU's speed.
+
+torch's calls for CUDA are stand-ins over the CPU's streams, so that no step is first run there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvtier.device.cpu import CpuStream
+from kvtier.device.cuda import CudaDevice
+from kvtier.device.paths import DEFAULT
+from kvtier.testing.cpu_driver import CpuDriver
+from kvtier.testing.device_answers import Answers
+from kvtier.testing.tape import TapeCompute
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SECONDS = 10.0
+
+
+class Stream(CpuStream):
+    """A stream as torch has it."""
+
+    def wait_stream(self, other):
+        self.wait(other.record())
+
+
+class Now:
+    """The stream that this thread computes on: what is computed is done."""
+
+    def wait_stream(self, other):
+        assert other.record().wait(SECONDS)
+
+
+class Event:
+    def __init__(self, *, enable_timing):
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self, stream=None):
+        if isinstance(stream, CpuStream):
+            stream.enqueue(self.look)
+            self.fence = stream.record()
+        else:
+            self.look()
+
+    def look(self):
+        self.at = time.perf_counter()
+
+    def synchronize(self):
+        assert not hasattr(self, "fence") or self.fence.wait(SECONDS)
+
+    def elapsed_time(self, later):
+        return (later.at - self.at) * 1e3
+
+
+class Cuda:
+    """See torch.cuda."""
+
+    Event, Stream = Event, staticmethod(Now)
+
+    def __init__(self, driver):
+        self._driver = driver
+
+    def synchronize(self):
+        for stream in self._driver._streams:
+            assert stream.record().wait(SECONDS)
+
+    def stream(self, stream):
+        del stream
+        return contextlib.nullcontext()
+
+    def current_stream(self):
+        return Now()
+
+    def empty_cache(self):
+        pass
+
+    def _sleep(self, cycles):
+        time.sleep(cycles / 2e9)
+
+
+class Torch:
+    """torch, whose GPU is the CPU."""
+
+    def __init__(self, driver):
+        self.cuda = Cuda(driver)
+
+    def __getattr__(self, name):
+        found = getattr(torch, name)
+        if name not in ("zeros", "randint", "randn", "tensor"):
+            return found
+        return lambda *args, device="cpu", **more: found(
+            *args, device={"cuda": "cpu"}.get(device, device), **more
+        )
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import device_gpu
+    import device_sizes
+    import engine_gpu
+
+    yield device_gpu, device_sizes, engine_gpu
+    for name in ("device_gpu", "device_sizes", "engine_gpu"):
+        del sys.modules[name]
+
+
+def rehearsed(scripts, monkeypatch, **fails):
+    """Run all steps; return what was saved after each, and whether all went well."""
+    script, sizes, _ = scripts
+    monkeypatch.setattr(script, "on_gpu", lambda device: {"engine": device.name})
+    monkeypatch.setattr(script, "TURNS", 1)
+    for name, step in fails.items():
+        monkeypatch.setattr(script.Bench, name, step)
+    driver, saved = CpuDriver(Stream), []
+    with closing(CudaDevice(driver, DEFAULT, staging_bytes=1 << 18)) as device:
+        bench = script.Bench(device, driver, Torch(driver), sizes.REHEARSAL)
+        well = script.run(bench, lambda found: saved.append(dict(found)))
+    return saved, well
+
+
+def test_each_step_of_what_a_gpu_is_measured_by_runs(scripts, monkeypatch):
+    saved, well = rehearsed(scripts, monkeypatch)
+    assert well
+    assert [len(one) for one in saved] == list(range(3, 3 + len(saved))), "saved after each step"
+    found = saved[-1]
+    assert all(found["right"].values())
+    assert len(found["right"]) == 2 * 3
+    assert found["copies"]["best_of_link"].keys() == {
+        f"{name}, {role}" for name in ("llama", "mla") for role in ("load", "store")
+    }
+    assert all(one["copies_gb_per_s"] > 0 for key, one in found["overlap"].items() if "," in key)
+    assert found["ttft"]["tokens"].keys() == {"32"}
+    assert found["engine"]
+    for rows in found["order"].values():
+        waited = {name: right for name, right in rows.items() if name.endswith(", waiting")}
+        assert len(waited) == 2
+        assert all(waited.values())
+
+
+def test_a_step_that_fails_is_told_and_the_others_are_run(scripts, monkeypatch, capsys):
+    def fails(bench):
+        raise RuntimeError("out of memory")
+
+    rest = {
+        name: lambda _: {}
+        for name in vars(scripts[0].Bench)
+        if name.startswith("step_") and name != "step_link"
+    }
+    saved, well = rehearsed(scripts, monkeypatch, **rest, step_link=fails)
+    assert not well
+    assert saved[-1]["link"] == "failed: RuntimeError: out of memory"
+    assert saved[-1]["engine"] == {}
+    assert "out of memory" in capsys.readouterr().err
+
+
+def test_what_a_gpu_is_measured_by_of_the_engine_runs(scripts, monkeypatch):
+    _, _, script = scripts
+
+    def answers(model, prompts, sampling, copies, *, device, graphs):
+        """Stand in for what test_engine_rehearsed looks at."""
+        del model, prompts, sampling, copies, device
+        tokens = [(1, 2)]
+        return Answers(tokens, tokens, tokens, {}, 5 if graphs else 0)
+
+    monkeypatch.setattr(script, "answers", answers)
+    monkeypatch.setattr(script, "TURNS", 1)
+    monkeypatch.setattr(script, "STEPS", 1)
+    monkeypatch.setattr(script, "CHUNK", 32)
+    sizes = script.REHEARSAL._replace(requests=(2,), context=20, prompt=40)
+    with closing(CudaDevice(CpuDriver(), DEFAULT, in_flight=2)) as device:
+        found = script.engine_figures(TapeCompute(), device, sizes)
+    assert list(found["same"].values()) == [True, True]
+    assert found["decode_ms"].keys() == {"2 requests"}
+    assert found["ttft"]["by layer_ms"]["median"] > 0

@@ -1,0 +1,208 @@
+"""What the driver of a GPU asks of torch and CuPy, by stand-ins for both; nothing runs on a GPU.
+
+Their signatures are those of torch 2.11 and CuPy 14.2, as far as they are used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.device import torch_driver as module
+from kvtier.device.driver import Work
+from kvtier.device.torch_driver import TorchDriver
+from kvtier.errors import ConfigError
+
+STREAM = 0x7FFF_0000_1000
+
+
+class CUDARuntimeError(RuntimeError):
+    """CuPy's."""
+
+
+class Cupy:
+    """CuPy, with a GPU that is not the current one. calls: what was asked for, in order."""
+
+    __version__ = "14.2.0"
+
+    def __init__(self, version=13000, host_pointers=1, threads=1024):
+        self.calls, self.refuses, self.current = [], None, 0
+        self._version, self._host_pointers, self._threads = version, host_pointers, threads
+        self.cuda = SimpleNamespace(runtime=self, Device=self._device, Stream=self)
+        self.CUDARuntimeError = CUDARuntimeError
+
+    def _said(self, name, *arguments):
+        self.calls.append((name, *arguments))
+        if self.refuses == name:
+            raise CUDARuntimeError(f"cudaError: {name}")
+
+    @contextlib.contextmanager
+    def _device(self, index):
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def driverGetVersion(self):  # noqa: N802
+        return self._version
+
+    def deviceGetAttribute(self, attribute, index):  # noqa: N802
+        self._said("attribute", attribute, index)
+        return self._host_pointers
+
+    def deviceGetPCIBusId(self, index):  # noqa: N802
+        return f"0000:{index:02X}:00.0"
+
+    def setDevice(self, index):  # noqa: N802
+        self._said("setDevice", index)
+
+    def hostRegister(self, address, nbytes, flags):  # noqa: N802
+        self._said("hostRegister", address, nbytes, flags, self.current)
+
+    def hostUnregister(self, address):  # noqa: N802
+        self._said("hostUnregister", address)
+
+    def memcpyAsync(self, to, of, nbytes, kind, stream):  # noqa: N802
+        self._said("memcpyAsync", to, of, nbytes, kind, stream)
+
+    def RawModule(self, *, path):  # noqa: N802
+        self._said("load", Path(path).read_bytes(), self.current)
+        return SimpleNamespace(get_function=lambda name: Kernel(self, name, self._threads))
+
+    def from_external(self, stream):
+        self._said("from_external", stream.__cuda_stream__(), self.current)
+        return contextlib.nullcontext()
+
+
+class Kernel:
+    def __init__(self, cupy, name, threads):
+        assert name == "kvtier_copy"
+        self._cupy, self._threads = cupy, threads
+
+    @property
+    def max_threads_per_block(self):
+        self._cupy._said("kernel")
+        return self._threads
+
+    def __call__(self, grid, block, arguments):
+        types = tuple((type(one), int(one)) for one in arguments)
+        self._cupy._said("launch", grid, block, types, self._cupy.current)
+
+
+@pytest.fixture
+def made(monkeypatch, tmp_path):
+    def make(cupy, index=1):
+        properties = SimpleNamespace(name="a GPU", multi_processor_count=132, major=9, minor=0)
+        cuda = SimpleNamespace(get_device_properties=lambda _: properties)
+        monkeypatch.setattr(
+            module,
+            "torch_for_gpu",
+            lambda *_: SimpleNamespace(cuda=cuda, device=torch.device),
+        )
+        monkeypatch.setattr(module, "_cupy", lambda: cupy)
+        monkeypatch.setattr(module, "Nvrtc", lambda newest: f"of CUDA {newest}")
+        monkeypatch.setattr(
+            module, "cubin", lambda architecture, _folder, by: f"{architecture} {by}".encode()
+        )
+        monkeypatch.setattr(module, "_batched_copies", lambda _version: None)
+        return TorchDriver(index, tmp_path)
+
+    return make
+
+
+def stream():
+    return SimpleNamespace(cuda_stream=STREAM)
+
+
+def test_the_kernel_is_loaded_when_the_driver_is_made_on_its_own_gpu(made):
+    cupy = Cupy()
+    driver = made(cupy)
+    assert cupy.calls == [("attribute", 91, 1), ("load", b"90 of CUDA 13", 1), ("kernel",)]
+    assert (driver.name, driver.processors) == ("a GPU, CUDA 13.0", 132)
+
+
+def test_a_launch_has_the_kernels_types_and_the_streams_own_gpu(made):
+    cupy = Cupy()
+    driver = made(cupy)
+    cupy.calls.clear()
+    work = Work(begins=1 << 40, table=(1 << 40) + 16, planes=2, runs=5, row=7)
+    for _ in range(2):
+        driver.launch(stream(), work, 8)
+    wide, narrow = np.uint64, np.uint32
+    types = ((wide, 1 << 40), (wide, (1 << 40) + 16), (narrow, 2), (narrow, 5), (narrow, 7))
+    launched = ("launch", (8,), (512,), types, 1)
+    assert cupy.calls == [("from_external", (0, STREAM), 1), launched, launched]
+
+
+def test_memory_is_registered_exactly_mapped_and_for_all_contexts(made):
+    cupy = Cupy()
+    driver = made(cupy)
+    cupy.calls.clear()
+    driver.pin(4096, 4097)
+    driver.copy(stream(), 8192, 4096, 100)
+    driver.unpin(4096)
+    portable_mapped, which_way_by_address = 3, 4
+    assert cupy.calls == [
+        ("hostRegister", 4096, 4097, portable_mapped, 1),
+        ("memcpyAsync", 8192, 4096, 100, which_way_by_address, STREAM),
+        ("hostUnregister", 4096),
+    ]
+
+
+def test_a_batched_copy_has_a_context_on_any_thread(made):
+    cupy = Cupy()
+    driver = made(cupy)
+    cupy.calls.clear()
+    driver._batch = lambda *given: cupy._said("batch", given[3]) or 0
+    driver.batch(stream(), np.zeros((3, 2), np.uint64))
+    assert cupy.calls == [("setDevice", 1), ("batch", STREAM)]
+    driver._batch = lambda *_: 201
+    with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync of 2 runs: CUDA error 201"):
+        driver.batch(stream(), np.zeros((3, 2), np.uint64))
+
+
+# ------------------------------------------------------------------------------- what is refused
+
+
+def test_pinned_memory_that_the_system_refuses_is_told_with_its_remedy(made):
+    cupy = Cupy()
+    driver = made(cupy)
+    cupy.refuses = "hostRegister"
+    with pytest.raises(ConfigError, match=r"does not pin 1 MiB of host .*: ulimit -l.* never used"):
+        driver.pin(4096, 1 << 20)
+
+
+def test_memory_that_cuda_does_not_let_go_is_told_and_no_error(made, caplog):
+    cupy = Cupy()
+    driver = made(cupy)
+    cupy.refuses = "hostUnregister"
+    with caplog.at_level(logging.WARNING, "kvtier"):
+        driver.unpin(4096)
+    assert "does not let memory at 0x1000 go" in caplog.text
+
+
+@pytest.mark.parametrize("call", ["attribute", "load", "kernel"])
+def test_a_driver_too_old_for_this_cupy_is_told_when_the_device_is_made(made, call):
+    cupy = Cupy(version=12040)
+    cupy.refuses = call
+    with pytest.raises(
+        ConfigError, match=r"CuPy 14.2.0 cannot use a GPU, CUDA 12.4: .*such as cupy-cuda12x"
+    ):
+        made(cupy)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ({"host_pointers": 0}, "cannot use the addresses of pinned host memory"),
+        ({"threads": 256}, "takes 256 threads of the copy kernel, not 512"),
+    ],
+)
+def test_a_gpu_that_cannot_do_it_is_refused_when_the_device_is_made(made, lacks, said):
+    with pytest.raises(ConfigError, match=said):
+        made(Cupy(**lacks))
