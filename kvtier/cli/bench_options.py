@@ -21,6 +21,7 @@ from kvtier.bench.settings import (
     check_model,
 )
 from kvtier.cli.kinds import DIRECTORY, Count
+from kvtier.cli.options import with_options
 from kvtier.cli.output import PLOT, REPORT, write_report
 from kvtier.units import parse_bytes, parse_seconds
 
@@ -150,9 +151,7 @@ def common(told: Common) -> Callable[[Callable[..., int]], Callable[..., int]]:
             output = Output(given.pop("json_file"), given.pop("plot"), given.pop("output_details"))
             return command(settings, output, **given)
 
-        for option in reversed(_shared_options(told)):
-            option(gathered)
-        return gathered
+        return with_options(*_shared_options(told))(gathered)
 
     return add
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,8 +20,9 @@ from msgspec import structs
 from kvtier.storage_backends.files import FilesStore
 from kvtier.storage_backends.files_folder import Folder
 from kvtier.storage_backends.files_usage import OVERHEAD, Usage
+from kvtier.testing.dying import Steps, die_at_each, write_and_delete
 from kvtier.testing.records import make_record
-from kvtier.tiers.store import Status, Write
+from kvtier.tiers.store import Write
 
 CAPACITY = OVERHEAD + (240 << 10)
 PIECE = 32 << 10
@@ -42,13 +42,7 @@ class Stepping(Folder):
 
     def __init__(self, path: Path, at: int) -> None:
         super().__init__(path)
-        self.left = at
-
-    def step(self) -> None:
-        """Kill this process if it is time."""
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        self.step = Steps(at)
 
     def stepped(self, call: Callable[..., object], *arguments: object) -> None:
         self.step()
@@ -105,22 +99,9 @@ def main(folder: Path, guard: str, at: int) -> None:
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     stepping = functools.partial(Stepping, at=at)
     store = GUARDS[guard](folder, CAPACITY, durability="none", folder=stepping)
-    choose, there = random.Random(2), []
-    for version in range(WRITES):
-        number = choose.randrange(NAMES)
-        record = record_of(number, version)
-        os.write(log, b"w %d %d\n" % (number, version))
-        (status,) = store.write_many([record])
-        while status is Status.FULL and there:
-            victim = there.pop(0)
-            os.write(log, b"d %d -1\n" % victim)
-            if store.delete_many([record_of(victim, 0).header.id]) == [Status.OK]:
-                os.write(log, b"D %d -1\n" % victim)
-            (status,) = store.write_many([record])
-        if status is not Status.OK:
-            raise SystemExit(f"a record was not written: {status}")
-        os.write(log, b"W %d %d\n" % (number, version))
-        there = [other for other in there if other != number] + [number]
+    choose = random.Random(2)
+    turns = ((choose.randrange(NAMES), version) for version in range(WRITES))
+    write_and_delete(store, log, turns, record_of)
     store.close()
 
 
@@ -129,18 +110,7 @@ def fork_until_done(folder: Path, guard: str, every: int) -> None:
     for version in range(WRITES):
         for number in range(NAMES):
             record_of(number, version)
-    at = 1
-    while True:
-        child = os.fork()
-        if child == 0:
-            main(folder / str(at), guard, at)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status == 0:
-            return
-        if os.WTERMSIG(status) != signal.SIGKILL:
-            raise SystemExit(f"the writer of step {at} died otherwise: {status}")
-        at += every
+    die_at_each(lambda at: main(folder / str(at), guard, at), every)
 
 
 if __name__ == "__main__":

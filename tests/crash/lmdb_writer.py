@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import os
 import random
-import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvtier.storage_backends.slab_batch import Batch
 from kvtier.storage_backends.slab_index import Index
 from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.storage_backends.slab_writer import Lot, Writer
+from kvtier.testing.dying import Steps, die_at_each, write_and_delete
 from kvtier.testing.records import make_record
 from kvtier.tiers.store import Status, Write
 
@@ -42,18 +42,6 @@ def record_of(number: int, version: int) -> Write:
     size = SIZES[(number + version // 12) % len(SIZES)]
     record = make_record(number, size, version=version)
     return Write(structs.replace(record.header, depth=NAMES * version + number), record.data)
-
-
-class Steps:
-    """Counts steps, and kills the process at one of them."""
-
-    def __init__(self, at: int) -> None:
-        self.left = at
-
-    def __call__(self) -> None:
-        self.left -= 1
-        if self.left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class SteppingIO(FileIO):
@@ -152,24 +140,6 @@ def turns(count: int) -> Iterator[tuple[int, int]]:
         yield choose.randrange(NAMES), version
 
 
-def work(store: LmdbSlabStore, log: int, rounds: int = WRITES) -> None:
-    """Write and delete; note each intention (small letter) and each OK (capital)."""
-    there: list[int] = []
-    for number, version in turns(rounds):
-        record = record_of(number, version)
-        os.write(log, b"w %d %d\n" % (number, version))
-        (status,) = store.write_many([record])
-        while status is Status.FULL and there:
-            victim = there.pop(0)
-            os.write(log, b"d %d -1\n" % victim)
-            if store.delete_many([record_of(victim, 0).header.id]) == [Status.OK]:
-                os.write(log, b"D %d -1\n" % victim)
-            (status,) = store.write_many([record])
-        assert status is Status.OK, status
-        os.write(log, b"W %d %d\n" % (number, version))
-        there = [other for other in there if other != number] + [number]
-
-
 def stepping(at: int) -> SteppingIO:
     """Return an IO that steps, and let the ledger step with it."""
     step = Steps(at)
@@ -195,26 +165,15 @@ def main(folder: Path, durability: str, guard: str, at: int) -> None:
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     store = GUARDS[guard](folder, CAPACITY, durability=durability, io=stepping(at))
     rounds = WRITES if at else 1 << 30
-    work(store, log, rounds)
+    write_and_delete(store, log, turns(rounds), record_of)
     store.close()
 
 
 def fork_until_done(folder: Path, durability: str, guard: str, every: int) -> None:
     """Let a writer die at each step, or at each `every`th."""
-    at = 1
     for number, version in turns(WRITES):
         record_of(number, version)
-    while True:
-        child = os.fork()
-        if child == 0:
-            main(folder / str(at), durability, guard, at)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status == 0:
-            return
-        if os.WTERMSIG(status) != signal.SIGKILL:
-            raise SystemExit(f"the writer of step {at} died otherwise: {status}")
-        at += every
+    die_at_each(lambda at: main(folder / str(at), durability, guard, at), every)
 
 
 if __name__ == "__main__":

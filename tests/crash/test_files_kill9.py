@@ -12,28 +12,16 @@ import pytest
 
 from kvtier.storage_backends.files import FilesStore
 from kvtier.storage_backends.files_usage import OVERHEAD
+from kvtier.testing.dying import GONE, promised
 from kvtier.testing.records import fetch, is_exact, make_record
 from kvtier.tiers.store import Status
 
 SCRIPT = Path(__file__).with_name("files_writer.py")
-GONE = -1
 
 _spec = importlib.util.spec_from_file_location("files_writer", SCRIPT)
 writer = importlib.util.module_from_spec(_spec)
 sys.modules["files_writer"] = writer
 _spec.loader.exec_module(writer)
-
-
-def promised(log: str) -> dict[int, set[int]]:
-    """Return for each name the versions that may be there; GONE stands for none."""
-    allowed: dict[int, set[int]] = {number: {GONE} for number in range(writer.NAMES)}
-    for line in log.splitlines():
-        verb, number, version = line.split()
-        if verb in "WD":
-            allowed[int(number)] = {int(version)}
-        else:
-            allowed[int(number)] |= {int(version)}
-    return allowed
 
 
 def verify(folder: Path, log: str) -> list[str]:
@@ -53,7 +41,7 @@ def verify(folder: Path, log: str) -> list[str]:
                 wrong.append(f"name {number}: {read.status.name}, bytes are wrong")
                 continue
             found[number] = read.header.depth // writer.NAMES
-        for number, versions in promised(log).items():
+        for number, versions in promised(log, writer.NAMES).items():
             if found.get(number, GONE) not in versions:
                 wrong.append(f"name {number}: found {found.get(number)}, promised {versions}")
         store.delete_many([writer.record_of(number, 0).header.id for number in found])

@@ -21,6 +21,7 @@ from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import FileIO
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.testing.crash.campaign import in_memory
+from kvtier.testing.dying import GONE, promised, write_and_delete
 from kvtier.testing.records import fetch, is_exact, make_record
 from kvtier.tiers.store import Status
 
@@ -32,8 +33,6 @@ writer = importlib.util.module_from_spec(_spec)
 sys.modules["lmdb_writer"] = writer
 _spec.loader.exec_module(writer)
 
-GONE = -1
-
 
 @pytest.fixture
 def memory() -> Iterator[Path]:
@@ -42,25 +41,10 @@ def memory() -> Iterator[Path]:
         yield Path(name)
 
 
-def promised(log: str) -> dict[int, set[int]]:
-    """Return for each name the versions that may be there; GONE stands for none.
-
-    An acknowledged change leaves one; an intention that was not acknowledged adds another.
-    """
-    allowed: dict[int, set[int]] = {number: {GONE} for number in range(writer.NAMES)}
-    for line in log.splitlines():
-        verb, number, version = line.split()
-        if verb in "WD":
-            allowed[int(number)] = {int(version)}
-        else:
-            allowed[int(number)] |= {int(version)}
-    return allowed
-
-
 def verify(folder: Path, log: str, *, durable: bool) -> list[str]:
     """Reopen, read everything, write more; return what was wrong."""
     wrong: list[str] = []
-    allowed = promised(log)
+    allowed = promised(log, writer.NAMES)
     store = LmdbSlabStore(folder, writer.CAPACITY, durability="none")
     try:
         found: dict[int, int] = {}
@@ -200,7 +184,7 @@ def lose_power_often(memory: Path, durability: str) -> list[str]:
         images.append((target, log.read_text()))
 
     io.at_each_step = snapshot
-    writer.work(store, descriptor)
+    write_and_delete(store, descriptor, writer.turns(writer.WRITES), writer.record_of)
     io.at_each_step = lambda: None
     store.close()
     os.close(descriptor)
