@@ -170,7 +170,9 @@ class Idle(CpuDriver):
     def wait(self, stream: Any, event: Any) -> None:
         """Wait for nothing."""
 
-    def copy(self, stream: Any, to: int, of: int, nbytes: int) -> None:
+    def copy(
+        self, stream: Any, to: int, of: int, nbytes: int, planes: int = 1, step: int = 0
+    ) -> None:
         """Copy nothing."""
 
     def batch(self, stream: Any, table: Any) -> None:

@@ -10,8 +10,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import chain, pairwise, product
+from itertools import chain, product
 from typing import Any, Final
 
 import numpy as np
@@ -25,7 +24,7 @@ from kvtier.device.layout import byte_pages
 from kvtier.device.paths import LINK_BYTES, Choice, Table
 from kvtier.device.pinning import Pinned
 from kvtier.device.spread import Spread, spreads
-from kvtier.device.staging import Stage, Staged
+from kvtier.device.staging import Lot, Stage, Staged
 from kvtier.errors import ConfigError, MisuseError
 
 __all__ = ["CudaDevice", "CudaFence", "CudaStream"]
@@ -35,7 +34,7 @@ IN_FLIGHT: Final = 64
 and to enqueue takes 180 us and not 2: vllm-project/vllm#29013."""
 STAGING_BYTES: Final = 32 << 20
 _FEW_COPIES: Final = 8
-"""Over the link, of one staged copy: each is a call of the driver, of a microsecond or two."""
+"""Over the link, of one staged copy, whose length is not looked at."""
 _TABLE_RUNS: Final = 5461
 """Of one operation; a copy of more is several. A larger table would have to be allocated when it
 comes, or be there, pinned, 64 times for each stream."""
@@ -313,7 +312,7 @@ class CudaDevice:
     ) -> Iterator[Callable[[int, int, int], None]]:
         """Enqueue tables; give what launches the kernel on some of the runs, on a grid.
 
-        A turn has room for so many runs and planes; batched copies in between take others.
+        A turn has room for so many runs and planes.
         """
         planes, row = len(spread.planes[0]), len(spread.runs)
         with stream.turn() as turn:
@@ -339,32 +338,27 @@ class CudaDevice:
             return
         place = (self._staging[stream].address, self._staging_bytes)
         for stage in staged.stages(*place, _TABLE_PLANES, _TABLE_RUNS):
+            first = 0
             for lots in _few(stage.lots, _TABLE_RUNS):
-                self._lots(stream, stage, lots, into_slot=into_slot)
+                self._lots(stream, stage, lots, first, into_slot=into_slot)
+                first = lots[-1].stop
 
     def _lots(
-        self, stream: CudaStream, stage: Stage, lots: Sequence[tuple[int, int]], *, into_slot: bool
+        self, stream: CudaStream, stage: Stage, lots: Sequence[Lot], first: int, *, into_slot: bool
     ) -> None:
-        first, _ = lots[0]
-        inner = Spread(stage.inner.planes, stage.inner.runs.some(slice(first, lots[-1][0])))
+        """Copy lots, of which the first begins with the run `first`, by one table."""
+        inner = Spread(stage.inner.planes, stage.inner.runs.some(slice(first, lots[-1].stop)))
         with self._uploaded(stream, inner, into_slot=into_slot) as launch:
-            for (run, link), (run_stop, link_stop) in pairwise(lots):
-                work = partial(launch, run - first, run_stop - first, self.driver.processors)
+            at = 0
+            for lot in lots:
+                work, at = (at, lot.stop - first, self.driver.processors), lot.stop - first
                 if into_slot:
-                    work()
-                self._over_link(
-                    stream, stage.link.some(slice(link, link_stop)), into_slot=into_slot
-                )
+                    launch(*work)
+                for there, slot, nbytes, planes in lot.link:
+                    to, of = (slot, there) if into_slot else (there, slot)
+                    self.driver.copy(stream.handle, to, of, nbytes, planes, stage.step)
                 if not into_slot:
-                    work()
-
-    def _over_link(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
-        if len(runs) > _FEW_COPIES and self.driver.batches:  # parts of slots, say
-            self._batch(stream, runs, into_slot=into_slot)
-            return
-        rows = (row.tolist() for row in runs.ends(into_slot=into_slot))
-        for run in zip(*rows, strict=True):
-            self.driver.copy(stream.handle, *run)
+                    launch(*work)
 
 
 def _ended(event: Event) -> bool:
@@ -380,12 +374,12 @@ def _parts(count: int, most: int) -> list[slice]:
     return [slice(at, at + most) for at in range(0, count, most)]
 
 
-def _few(lots: Sequence[tuple[int, int]], most: int) -> Iterator[Sequence[tuple[int, int]]]:
-    """Yield consecutive lots that have at most so many runs in all; see ``Stage``."""
-    at = 0
-    while at < len(lots) - 1:
+def _few(lots: Sequence[Lot], most: int) -> Iterator[Sequence[Lot]]:
+    """Yield consecutive lots that have at most so many runs in all."""
+    at = first = 0
+    while at < len(lots):
         stop = at + 1
-        while stop + 1 < len(lots) and lots[stop + 1][0] - lots[at][0] <= most:
+        while stop < len(lots) and lots[stop].stop - first <= most:
             stop += 1
-        yield lots[at : stop + 1]
-        at = stop
+        yield lots[at:stop]
+        at, first = stop, lots[stop - 1].stop

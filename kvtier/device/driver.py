@@ -88,8 +88,13 @@ class Driver(Protocol):
         """Undo that."""
         ...
 
-    def copy(self, stream: Any, to: int, of: int, nbytes: int) -> None:
-        """Enqueue one copy."""
+    def copy(
+        self, stream: Any, to: int, of: int, nbytes: int, planes: int = 1, step: int = 0
+    ) -> None:
+        """Enqueue one copy of bytes, and of as many on each further plane.
+
+        step: how far planes lie apart at both ends, at least `nbytes`.
+        """
         ...
 
     def batch(self, stream: Any, table: Numbers) -> None:

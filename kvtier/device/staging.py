@@ -1,61 +1,70 @@
 """Copies through the GPU's own memory: what of them goes at once, and where it lies meanwhile.
 
 Each part of a slot lies there as it does in the slot. So the kernel has the same planes at both
-ends, and where a slot is copied whole, what goes over the link is one run.
+ends, and so has the link: what lies together on a plane goes over it for all planes at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvtier.device.descriptors import CUT_BYTES, Numbers, Runs, begun, starts
+from kvtier.device.descriptors import CUT_BYTES, Runs
 from kvtier.device.spread import Spread
 
-__all__ = ["Stage", "Staged"]
+__all__ = ["Lot", "Piece", "Stage", "Staged"]
 
 _ALIGNED: Final = 16  # bytes, that copies begin at: no access of the kernel is smaller for it
+
+Piece = tuple[int, int, int, int]
+"""Bytes that go over the link at once: where they lie in the place between and where in slots, both
+on the first plane; how many on a plane, and on how many planes."""
+
+
+class Lot(NamedTuple):
+    """Copies that are in the place between together. stop: the run behind their last."""
+
+    stop: int
+    link: list[Piece]
 
 
 class Stage(NamedTuple):
     """Copies through one place, lot after lot.
 
-    inner: runs between blocks and that place, which is what their slots are. link: runs between
-    that place, which is what their pages are, and slots. lots: of each its first run in both, and
-    at last how many there are, [2, lots + 1].
+    inner: runs between blocks and that place, which is what their slots are. step: how many bytes
+    planes lie apart, in the place and in slots.
     """
 
     inner: Spread
-    link: Runs
-    lots: list[tuple[int, int]]
+    lots: list[Lot]
+    step: int
 
 
 class Staged:
     """What of a copy's slots lies together, to be copied over the link.
 
-    runs: how many it is, before those are joined that follow each other.
+    runs: how many it is on all planes, before those are joined that follow each other.
     """
 
     def __init__(self, spread: Spread) -> None:
         runs, first, planes = spread.runs, spread.first, spread.planes[1]
         ends = runs.slots + runs.nbytes
-        begins = np.ones(len(runs) + 1, np.bool_)
+        begins = np.empty(len(runs) + 1, np.bool_)
         np.not_equal(ends[:-1], runs.slots[1:], out=begins[1:-1])
         begins[first] = True
-        bounds = np.flatnonzero(begins)
+        bounds = begins.nonzero()[0]
         at, last = bounds[:-1], bounds[1:] - 1
         self._spread = spread
-        self._planes = len(planes)
-        self._extents = [one.tolist() for one in spread.extents]
         self._slots = runs.slots[at]
         self._nbytes = ends[last] - self._slots
-        self._first = np.searchsorted(at, first)
-        # So long, it is all of a copy: its planes lie together, and go over the link at once.
-        self._whole = self._nbytes == (planes[1] - planes[0] if len(planes) > 1 else 0)
-        self.runs = len(planes) * len(at) - (len(planes) - 1) * int(self._whole.sum())
+        self._first = at.searchsorted(first)
+        self._step = int(planes[1] - planes[0]) if len(planes) > 1 else 0
+        # So long, it is all of a copy: its planes lie together, and are one run.
+        whole = int((self._nbytes == self._step).sum())
+        self.runs = len(planes) * (len(at) - whole) + whole
 
     def stages(self, staging: int, most: int, planes: int, runs: int) -> Iterator[Stage]:
         """Yield what goes through `most` bytes at an address, of at most so many planes.
@@ -65,16 +74,14 @@ class Staged:
         """
         most -= most % _ALIGNED
         spread = self._spread.cut(min(CUT_BYTES, most))
-        widest = max(end - begin for begin, end in zip(*self._extents, strict=True))
-        first = spread.first.tolist()
-        longest = max(stop - begin for begin, stop in pairwise(first))
+        widest = max(end - begin for begin, end in zip(*spread.extents, strict=True))
+        longest = max(stop - begin for begin, stop in pairwise(spread.first.tolist()))
         if widest > most or longest > runs:
             for half in _halves(spread):
                 yield from Staged(half).stages(staging, most, planes, runs)
             return
-        step = int(spread.planes[1, 1] - spread.planes[1, 0]) if self._planes > 1 else 1
-        at_once = min((most - widest) // step + 1, planes)
-        for at in range(0, self._planes, at_once):
+        at_once = min((most - widest) // (self._step or 1) + 1, planes)
+        for at in range(0, len(spread.planes[1]), at_once):
             some = spread.planes[:, at : at + at_once]
             yield self._stage(Spread(some, spread.runs, spread.first), staging, most, runs)
 
@@ -82,39 +89,39 @@ class Staged:
         """Return how copies on some of the planes go, each of which fits."""
         planes, first = spread.planes[1], spread.first.tolist()
         low, above = int(planes[0]), int(planes[-1] - planes[0])
-        lots, used, shifts = [0], 0, []
+        slots, sizes, pieces = (one.tolist() for one in (self._slots, self._nbytes, self._first))
+        lots: list[Lot] = []
+        link: list[Piece] = []
+        shifts, used, begun = [], 0, 0
         # By Python: of a few dozen numbers, numpy would take three times as long.
-        for copy, (begin, end) in enumerate(zip(*self._extents, strict=True)):
+        for copy, (begin, end) in enumerate(zip(*spread.extents, strict=True)):
             nbytes = end - begin + above
-            if used + nbytes > most or first[copy + 1] - first[lots[-1]] > runs:
-                lots.append(copy)
-                used = 0
-            shifts.append(staging + used - begin - low)
+            if used + nbytes > most or first[copy + 1] - begun > runs:
+                lots.append(Lot(first[copy], link))
+                link, used, begun = [], 0, first[copy]
+            shift = staging + used - begin - low
+            shifts.append(shift)
+            for piece in range(pieces[copy], pieces[copy + 1]):
+                slot, size, over = slots[piece] + low, sizes[piece], len(planes)
+                if size == self._step:
+                    size, over = size * over, 1
+                _append(link, (slot + shift, slot, size, over))
             used += nbytes + -nbytes % _ALIGNED
-        lots.append(len(shifts))
-        shift = np.array(shifts, np.int64).view(np.uint64)
-        staged = spread.runs.slots + np.repeat(shift, spread.counts)
-        inner = Spread(
-            spread.planes, Runs(spread.runs.pages, staged, spread.runs.nbytes), spread.first
-        )
-        link, before = self._link(planes, shift)
-        at = starts(link)
-        of_link = np.searchsorted(at, [before[self._first[copy]] for copy in lots])
-        of_runs = [first[copy] for copy in lots]
-        return Stage(inner, begun(link, at), list(zip(of_runs, of_link.tolist(), strict=True)))
+        lots.append(Lot(first[-1], link))
+        moved = np.array(shifts, np.int64).view(np.uint64).repeat(spread.counts)
+        inner = Runs(spread.runs.pages, spread.runs.slots + moved, spread.runs.nbytes)
+        return Stage(Spread(spread.planes, inner, spread.first), lots, self._step)
 
-    def _link(self, planes: Numbers, shift: Numbers) -> tuple[Runs, Sequence[int]]:
-        """Return what goes over the link, and how many runs of it come before each piece."""
-        counts = np.where(self._whole, 1, len(planes))
-        stops = np.cumsum(counts)
-        which = np.repeat(np.arange(len(counts)), counts)
-        begins = planes[np.arange(len(which)) - (stops - counts)[which]]
-        nbytes = np.where(self._whole, self._nbytes * np.uint64(len(planes)), self._nbytes)
-        slots, shift = (
-            self._slots[which] + begins,
-            np.repeat(shift, self._first[1:] - self._first[:-1]),
-        )
-        return Runs(slots + shift[which], slots, nbytes[which]), [0, *stops.tolist()]
+
+def _append(link: list[Piece], piece: Piece) -> None:
+    """Add a piece, or let the last go on with it."""
+    there, slot, nbytes, planes = piece
+    if planes == 1 and link:
+        begin, before, size, _ = link[-1]  # of one plane if it goes on: others are there behind it
+        if begin + size == there and before + size == slot:
+            link[-1] = (begin, before, size + nbytes, 1)
+            return
+    link.append(piece)
 
 
 def _halves(spread: Spread) -> Iterator[Spread]:

@@ -170,10 +170,16 @@ class TorchDriver:
         except self._runtime.CUDARuntimeError as error:
             _log.warning("%s does not let memory at %#x go: %s", self.name, address, error)
 
-    def copy(self, stream: Any, to: int, of: int, nbytes: int) -> None:
+    def copy(
+        self, stream: Any, to: int, of: int, nbytes: int, planes: int = 1, step: int = 0
+    ) -> None:
         """See Driver."""
+        kind, where = _DEFAULT_KIND, stream.cuda_stream
         with self._here():
-            self._runtime.memcpyAsync(to, of, nbytes, _DEFAULT_KIND, stream.cuda_stream)
+            if planes == 1:
+                self._runtime.memcpyAsync(to, of, nbytes, kind, where)
+            else:
+                self._runtime.memcpy2DAsync(to, step, of, step, nbytes, planes, kind, where)
 
     def batch(self, stream: Any, table: Numbers) -> None:
         """See Driver."""

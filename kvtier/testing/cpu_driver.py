@@ -115,10 +115,15 @@ class CpuDriver:
         """See Driver."""
         del self.pinned[address]
 
-    def copy(self, stream: Any, to: int, of: int, nbytes: int) -> None:
+    def copy(
+        self, stream: Any, to: int, of: int, nbytes: int, planes: int = 1, step: int = 0
+    ) -> None:
         """See Driver."""
-        self.calls.append("copy")
-        stream.enqueue(partial(ctypes.memmove, to, of, nbytes))
+        if planes > 1 and step < nbytes:
+            raise RuntimeError(f"planes of {nbytes} bytes, {step} apart: an invalid pitch")
+        self.calls.append("copy" if planes == 1 else "copy of planes")
+        for plane in range(planes):
+            stream.enqueue(partial(ctypes.memmove, to + plane * step, of + plane * step, nbytes))
 
     def batch(self, stream: Any, table: Numbers) -> None:
         """See Driver. The table is read late, as far as anybody knows."""

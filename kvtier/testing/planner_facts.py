@@ -102,6 +102,7 @@ def _plain_facts() -> bool:
         rows == by_hand
         and whole.cut(16).first.tolist() == [0, 4, 8]
         and whole.cut(32) is whole
+        and not whole.planes.flags.writeable
         and spreads([[Copy(pages[:0], (1,), slot[:0, :1])]]) == [[]]
         and _rows(describe([Copy(pages[:1], (0, 2), flat)]))
         == [[at, to, 32], [at + 64, to + 32, 32]]
@@ -150,6 +151,8 @@ def _staged_facts() -> bool:
     few = (Copy(pages, (1, 3), arena[5, :, :2]), Copy(pages, (5,), arena[5, :, 2:]))
     (several,) = spreads([few])[0]
     (parts,) = Staged(several).stages(1024, 176 + 160, *_MANY)
+    behind = [Copy(pages, (1, 3, 5), arena[4]), Copy(pages, (7,), arena[5, :, :1])]
+    (beside,) = Staged(spreads([behind])[0][0]).stages(1024, 1 << 20, *_MANY)
     odd = np.zeros((2, 1, 1, 24), np.uint8)
     (uneven,) = spreads([[Copy(np.zeros((1, 2, 24), np.uint8), (1,), slot) for slot in odd]])[0]
     (split,) = Staged(uneven).stages(1024, 64, *_MANY)
@@ -164,23 +167,23 @@ def _staged_facts() -> bool:
         spread.reach() == (at, at + 5 * 192)
         and spread.total == 4 * 192
         and (Staged(spread).runs, Staged(several).runs, Staged(uneven).runs) == (4, 8, 2)
-        and _rows(found.link)
-        == [[1024, slots[0], 2 * 192], [1408, slots[2], 192], [1024, slots[3], 192]]
-        and found.lots == [(0, 0), (6, 2), (8, 3)]
-        and [_rows(stage.link) for stage in thin]
-        == [[[1024, slot + half, 96] for slot in slots] for half in (0, 96)]
-        and {tuple(stage.lots) for stage in thin} == {tuple((2 * n, n) for n in range(5))}
-        and _rows(parts.link)
+        and found.lots
         == [
-            [begin + plane, at + 960 + place + plane, size]
-            for begin, place, size in ((1024, 0, 32), (1200, 32, 16))
-            for plane in (0, 48, 96, 144)
+            (6, [(1024, slots[0], 2 * 192, 1), (1408, slots[2], 192, 1)]),
+            (8, [(1024, slots[3], 192, 1)]),
         ]
-        and parts.lots == [(0, 0), (3, 8)]
-        and _rows(split.link) == [[1024 + 32 * n, odd.ctypes.data + 24 * n, 24] for n in (0, 1)]
-        and [stage.lots for stage in fours] == [[(0, 0), (4, 1), (8, 2)]]
-        and [stage.lots for stage in twos] == [[(2 * n, n) for n in range(5)]]
-        and {run for stage in ones for run, _ in stage.lots} == {0, 1}
+        and [stage.lots for stage in thin]
+        == [
+            [(2 * n, [(1024, slot + half, 96, 1)]) for n, slot in enumerate(slots, 1)]
+            for half in (0, 96)
+        ]
+        and parts.lots == [(3, [(1024, at + 960, 32, 4), (1200, at + 992, 16, 4)])]
+        and (parts.step, found.step, split.step) == (48, 48, 0)
+        and split.lots == [(2, [(1024 + 32 * n, odd.ctypes.data + 24 * n, 24, 1) for n in (0, 1)])]
+        and beside.lots == [(4, [(1024, at + 768, 192, 1), (1216, at + 960, 16, 4)])]
+        and [stop for (stage,) in (fours,) for stop, _ in stage.lots] == [4, 8]
+        and [stop for (stage,) in (twos,) for stop, _ in stage.lots] == [2, 4, 6, 8]
+        and {stop for stage in ones for stop, _ in stage.lots} == {1}
         and [len(stage.inner.planes[0]) for stage in thirds] == [3, 1]
         and stage.inner.runs.nbytes.tolist() == [CUT_BYTES, 16]
         and spreads([single])[0][0].count == 2
@@ -207,8 +210,16 @@ def _cut_groups() -> bool:
         [len(some) for some in cut] == [1, 2, 2]
         and each == same
         and third.reach() == (arena[0, 3].ctypes.data, arena[2].ctypes.data)
-        and _rows(stage.link)
-        == [[1024, arena[0, 3:].ctypes.data, 96], [1120, arena[1, 3:].ctypes.data, 96]]
+        and stage.lots
+        == [
+            (
+                4,
+                [
+                    (1024, arena[0, 3:].ctypes.data, 96, 1),
+                    (1120, arena[1, 3:].ctypes.data, 96, 1),
+                ],
+            )
+        ]
         and _refused(IndexError, "3", lambda: groups[3])
         and [len(some) for some in groups[1:]] == [3, 3]
         and len(groups[-3]) == 2

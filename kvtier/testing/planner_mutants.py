@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ast
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from kvtier.device.base import Copy
 from kvtier.device.chaos import POISON
 from kvtier.device.descriptors import Runs, joined
 from kvtier.device.spread import Spread, spreads
-from kvtier.device.staging import Staged
+from kvtier.device.staging import Piece, Staged
 from kvtier.testing.guards import Guard, guards_of
 from kvtier.testing.layouts import cases, is_right
 from kvtier.testing.operators import Edit, edits
@@ -106,14 +106,22 @@ def _by_stages(
         low, high = stage.inner.reach()
         if low < address or high > address + most:
             raise AssertionError(f"{low} to {high} is not in {most} bytes at {address}")
-        for (run, link), (run_stop, link_stop) in pairwise(stage.lots):
-            inner = Spread(stage.inner.planes, stage.inner.runs.some(slice(run, run_stop)))
-            over = stage.link.some(slice(link, link_stop))
+        run = 0
+        for stop, link in stage.lots:
+            inner = Spread(stage.inner.planes, stage.inner.runs.some(slice(run, stop)))
+            run, over = stop, Runs(*np.array(list(_over(link, stage.step)), np.uint64).T)
             steps = (partial(_by_planes, inner), partial(_move, over))
             for step in steps if into_slot else reversed(steps):
                 step(into_slot)
     if (memory[:_AROUND] != POISON).any() or (memory[-_AROUND:] != POISON).any():
         raise AssertionError("a copy through staging memory writes beside it")
+
+
+def _over(link: Sequence[Piece], step: int) -> Iterator[tuple[int, int, int]]:
+    """Yield pieces plane by plane."""
+    for there, slot, nbytes, planes in link:
+        for plane in range(planes):
+            yield there + plane * step, slot + plane * step, nbytes
 
 
 def _move(runs: Runs, into_slot: bool) -> None:  # noqa: FBT001  (as a Mover's)
