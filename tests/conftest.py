@@ -284,6 +284,16 @@ def nursery() -> Iterator[Any]:
     one.close()
 
 
+@pytest.fixture(scope="session")
+def torch_forks() -> Iterator[Any]:
+    """Return what starts processes that have torch."""
+    from kvtier.testing.torch_forks import TorchForks
+
+    one = TorchForks()
+    yield one
+    one.close()
+
+
 # -------------------------------------------------------------------------------------- fixtures
 
 

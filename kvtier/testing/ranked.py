@@ -1,18 +1,15 @@
 """Two ranks in processes of their own, under one scheduler with one Cache, small enough for tests.
 
-``python -m kvtier.testing.ranked SCHEDULER PEER`` is a rank: descriptors of its socket to the
-scheduler, and of that to the other rank. It takes messages in order: "open", then steps and plans,
-and ends when the scheduler does. The arena is a daemon's, which it finds by the engine's id, or the
-scheduler's, as a descriptor: see ``shared_arena``.
+A rank is a fork with two descriptors, of its socket to the scheduler and of that to the other rank:
+see ``torch_forks``. It takes messages in order: "open", then steps and plans, and ends when the
+scheduler does. The arena is a daemon's, which it finds by the engine's id, or the scheduler's, as a
+descriptor: see ``shared_arena``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -34,6 +31,7 @@ from kvtier.identity.geometry import Component
 from kvtier.memory.arena import Arena
 from kvtier.memory.sealed import sealed_memory
 from kvtier.testing.inside import inside
+from kvtier.testing.torch_forks import TorchForks
 
 RANKS: Final = 2
 KINDS: Final = (Kind.WINDOW, Kind.LATENT, Kind.RECURRENT, Kind.FULL)
@@ -62,8 +60,8 @@ class Ranks:
 
     seed: of the random weights. cache: opened with two shards, and with a `shared_arena` if it is
     in this process. num_blocks, num_states: of a rank's pools, at least what the engine thinks of.
-    engine: the id that the cache was opened with, where that is a daemon's; path: of its socket,
-    unless it is a private daemon.
+    forks: what starts them. engine: the id that the cache was opened with, where that is a
+    daemon's; path: of its socket, unless it is a private daemon.
     """
 
     def __init__(
@@ -72,6 +70,7 @@ class Ranks:
         seed: int,
         cache: kvtier.Cache,
         *,
+        forks: TorchForks,
         num_blocks: int,
         num_states: int,
         engine: str = "",
@@ -83,14 +82,14 @@ class Ranks:
         links = [socket.socketpair() for _ in range(RANKS)]
         arena = () if engine else (inside(cache).depot.arena.fd,)
         self.processes = [
-            _started(theirs.fileno(), peers[rank].fileno(), *arena)
+            forks.start("ranked", [], [theirs.fileno(), peers[rank].fileno(), *arena])
             for rank, (_, theirs) in enumerate(links)
         ]
         for theirs in (*peers, *(pair[1] for pair in links)):
             theirs.close()
         self.channels = [Channel(ours) for ours, _ in links]
-        self._pidfds = [os.pidfd_open(process.pid) for process in self.processes]
-        self.pages = RankedPages(self.channels, self._pidfds)
+        places = [process.descriptor for process in self.processes]
+        self.pages = RankedPages(self.channels, places)
         order = (dataclasses.asdict(shape), seed, num_blocks, num_states, engine, path)
         for rank, channel in enumerate(self.channels):
             channel.send("open", *order, self.geometry.chunk_tokens, rank)
@@ -122,10 +121,10 @@ class Ranks:
         """End the processes. Blocks."""
         for channel in self.channels:
             channel.close()
-        for process in self.processes:
+        while self.processes:
+            process = self.processes.pop()
             process.wait(_ANSWER_SECONDS)
-        while self._pidfds:
-            os.close(self._pidfds.pop())
+            process.close()
 
     def _answer(self, rank: int) -> bytes:
         while (message := self.channels[rank].receive(_ANSWER_SECONDS)) is not None:
@@ -133,11 +132,6 @@ class Ranks:
                 return bytes(message[1])
             self.pages.take(rank, message)
         raise OSError(f"rank {rank} does not answer")
-
-
-def _started(*descriptors: int) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", __name__, *map(str, descriptors)]
-    return subprocess.Popen(command, pass_fds=descriptors)  # noqa: S603  (this module itself)
 
 
 def shared_arena(capacity: int, part_bytes: Sequence[int], *, nodes: Sequence[int] = ()) -> Arena:
@@ -223,10 +217,6 @@ def main(arguments: Sequence[str]) -> None:
     try:
         rank.serve()
     except OSError as error:
-        sys.exit(f"rank: {error}")
+        raise SystemExit(f"rank: {error}") from error
     finally:
         rank.device.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

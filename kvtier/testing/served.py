@@ -1,14 +1,14 @@
 """A real engine in a process of its own, on a daemon's cache, for tests.
 
-``python -m kvtier.testing.served URL`` takes one prompt a line, a JSON list of token ids, and
-answers each with a line: what it said, and how many tokens came from which tier.
+It is a fork with the URL of its cache and a socket: see ``torch_forks``. It takes one prompt a
+line, a JSON list of token ids, and answers each with a line: what it said, and how many tokens came
+from which tier.
 """
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import socket
 from collections.abc import Sequence
 from typing import Any, Final, Self
 
@@ -19,30 +19,32 @@ from kvtier.connectors.reference import ReferenceConnector
 from kvtier.device.cpu import CpuDevice
 from kvtier.engine import Engine, Sampling
 from kvtier.testing.serving import BLOCK, CHUNK, small_model
-from kvtier.testing.with_parent import with_parent
+from kvtier.testing.torch_forks import TorchForks
 
 _END_SECONDS: Final = 30.0
 _FLUSH_SECONDS: Final = 10.0
 
 
 class Served:
-    """The engine's process, as its tests see it. url: of the cache, ``unix:PATH``; "" for none."""
+    """The engine's process, as its tests see it.
 
-    def __init__(self, url: str) -> None:
-        command = [sys.executable, "-m", __name__, url]
-        self.process = subprocess.Popen(  # noqa: S603  (this module itself)
-            with_parent(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
+    forks: what starts it. url: of the cache, ``unix:PATH``; "" for none.
+    """
+
+    def __init__(self, forks: TorchForks, url: str) -> None:
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            self.process = forks.start("served", [url], [theirs.fileno()])
+            self._asked, self._said = ours.makefile("w"), ours.makefile("r")
 
     def ask(self, prompt: Sequence[int]) -> None:
         """Hand over a prompt. Never waits for the answer."""
-        if self.process.stdin is not None:
-            self.process.stdin.write(json.dumps(list(prompt)) + "\n")
-            self.process.stdin.flush()
+        self._asked.write(json.dumps(list(prompt)) + "\n")
+        self._asked.flush()
 
     def answer(self) -> tuple[list[int], dict[str, int]]:
         """Return the next answer: tokens, and tokens found by tier. Blocks until it is there."""
-        line = self.process.stdout.readline() if self.process.stdout is not None else ""
+        line = self._said.readline()
         if not line:
             raise EOFError("the engine has ended")
         said: dict[str, Any] = json.loads(line)
@@ -50,15 +52,13 @@ class Served:
 
     def close(self) -> None:
         """End it. Blocks."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
         try:
+            self._said.close()
+            self._asked.close()
             self.process.wait(_END_SECONDS)
         finally:
             self.process.kill()
-            self.process.wait()
-            if self.process.stdout is not None:
-                self.process.stdout.close()
+            self.process.close()
 
     def __enter__(self) -> Self:
         """Return the engine."""
@@ -70,8 +70,8 @@ class Served:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Serve what comes by standard input until it ends. Blocks."""
-    (url,) = arguments
+    """Serve what comes by a socket until that ends. Blocks. arguments: the URL, the descriptor."""
+    url, number = arguments
     torch.set_num_threads(1)
     model = small_model()
     engine = Engine(model, num_blocks=64, chunk_tokens=CHUNK, prefix_cache=False)
@@ -81,19 +81,21 @@ def main(arguments: Sequence[str]) -> None:
     if url:
         cache = kvtier.open(url, namespace=kvtier.Namespace("small", geometry))
         engine.connect(ReferenceConnector(cache, engine.kv, device, always=True))
-    for line in sys.stdin:
-        (completion,) = engine.generate([json.loads(line)], Sampling(max_tokens=8))
-        while not engine.idle:
-            engine.step()
-        if cache is not None:
-            cache.flush(timeout=_FLUSH_SECONDS)
-        hits = completion.finish.stats.hit_tokens
-        print(json.dumps({"tokens": completion.tokens, "hit_tokens": hits}), flush=True)  # noqa: T201
+    with (
+        socket.socket(fileno=int(number)) as link,
+        link.makefile("r") as asked,
+        link.makefile("w") as said,
+    ):
+        for line in asked:
+            (completion,) = engine.generate([json.loads(line)], Sampling(max_tokens=8))
+            while not engine.idle:
+                engine.step()
+            if cache is not None:
+                cache.flush(timeout=_FLUSH_SECONDS)
+            hits = completion.finish.stats.hit_tokens
+            said.write(json.dumps({"tokens": completion.tokens, "hit_tokens": hits}) + "\n")
+            said.flush()
     engine.close()
     if cache is not None:
         cache.close()
     device.close()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

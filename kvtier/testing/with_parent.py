@@ -6,7 +6,8 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
@@ -28,10 +29,11 @@ def with_parent(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-ISc", _PROGRAM, str(os.getpid()), *command]
 
 
-def fork_with_parent(call: Callable[[], None]) -> int:
+def fork_with_parent(call: Callable[[], None], keep: Collection[int] = ()) -> int:
     """Run `call` in a fork of this process, until that ends or this one does; return its id.
 
-    The fork has no descriptors but the first three. To be called where there is one thread.
+    The fork has no descriptors but the first three and those to keep. To be called where there is
+    one thread.
     """
     parent = os.getpid()
     child = os.fork()
@@ -40,7 +42,8 @@ def fork_with_parent(call: Callable[[], None]) -> int:
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        for above, below in pairwise([2, *sorted(keep), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(above + 1, below)
         if os.getppid() == parent:
             call()
             status = 0

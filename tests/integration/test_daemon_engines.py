@@ -20,6 +20,7 @@ from kvtier.testing.daemon import running
 from kvtier.testing.ranked import RANKS, SHAPE, Ranks
 from kvtier.testing.served import Served
 from kvtier.testing.serving import CHUNK
+from kvtier.testing.torch_forks import TorchForks
 
 SAMPLING = Sampling(max_tokens=8)
 SEED = 1
@@ -52,9 +53,9 @@ def asked(engine: Served, tokens: list[int]):
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(torch_forks):
     """Return what an engine answers without a cache."""
-    with Served("") as engine:
+    with Served(torch_forks, "") as engine:
         known = {}
 
         def answer(tokens: list[int]) -> list[int]:
@@ -66,26 +67,26 @@ def plain():
         yield answer
 
 
-def test_an_engine_hits_what_another_one_prefilled(plain):
+def test_an_engine_hits_what_another_one_prefilled(torch_forks, plain):
     talk = prompt(200)
     with contextlib.ExitStack() as stack:
         url = stack.enter_context(running("dram:4MiB")).url + "?patience=5s"
-        one, two = (stack.enter_context(Served(url)) for _ in range(2))
+        one, two = (stack.enter_context(Served(torch_forks, url)) for _ in range(2))
         assert asked(one, talk) == (plain(talk), {})
         assert asked(two, talk) == (plain(talk), {"dram": 192})
         one.process.kill()  # what it saved stays
         assert asked(two, prompt(200, 5)) == (plain(prompt(200, 5)), {})
-        with Served(url) as three:
+        with Served(torch_forks, url) as three:
             assert asked(three, prompt(200, 5)) == (plain(prompt(200, 5)), {"dram": 192})
 
 
-def test_answers_stay_the_same_while_the_server_is_killed(plain, tmp_path):
+def test_answers_stay_the_same_while_the_server_is_killed(torch_forks, plain, tmp_path):
     """What NVMe has is hit again when it is back; DRAM's content is gone."""
     talk = prompt(200)
     with (
         running("dram:4MiB", f"lmdb:{tmp_path}/kv?capacity=64MiB") as daemon,
-        Served(daemon.url) as one,
-        Served(daemon.url) as two,
+        Served(torch_forks, daemon.url) as one,
+        Served(torch_forks, daemon.url) as two,
     ):
         assert asked(one, talk) == (plain(talk), {})
         for number in range(3):
@@ -103,7 +104,7 @@ def test_answers_stay_the_same_while_the_server_is_killed(plain, tmp_path):
             assert found in ({"lmdb": 192}, {"dram": 192})
 
 
-def test_answers_stay_the_same_when_the_supervisor_is_killed(plain, tmp_path):
+def test_answers_stay_the_same_when_the_supervisor_is_killed(torch_forks, plain, tmp_path):
     """The engine goes on without a cache, lets the memory go, and takes the next daemon's."""
     talk, path = prompt(200), tmp_path / "s"
 
@@ -112,7 +113,7 @@ def test_answers_stay_the_same_when_the_supervisor_is_killed(plain, tmp_path):
         assert answer == plain(talk)
         return tiers
 
-    with running("dram:4MiB", path=path) as daemon, Served(daemon.url) as one:
+    with running("dram:4MiB", path=path) as daemon, Served(torch_forks, daemon.url) as one:
         assert asked(one, talk) == (plain(talk), {})
         killed(daemon.supervisor_pid)
         assert asked(one, talk)[0] == plain(talk)
@@ -137,7 +138,8 @@ def arenas(pid: int) -> set[str]:
 class Tandem:
     """An engine whose ranks are processes of their own, on a private daemon or another's."""
 
-    def __init__(self, *urls: str, own: bool = True) -> None:
+    def __init__(self, forks: TorchForks, *urls: str, own: bool = True) -> None:
+        self.forks = forks
         geometry = kvtier.Geometry(random_hybrid(SHAPE, SEED).components, chunk_tokens=CHUNK)
         self.engine_id = f"tandem-{os.getpid()}-{next(_numbers)}"
         self.path = "" if own else urls[0].removeprefix("unix:")
@@ -154,7 +156,8 @@ class Tandem:
 
     def start(self) -> Ranks:
         sizes = {"num_blocks": 64, "num_states": 16}
-        return Ranks(SHAPE, SEED, self.cache, engine=self.engine_id, path=self.path, **sizes)
+        where = {"engine": self.engine_id, "path": self.path}
+        return Ranks(SHAPE, SEED, self.cache, forks=self.forks, **where, **sizes)
 
     def connected(self) -> Engine:
         engine = Engine(
@@ -185,9 +188,9 @@ def figures(tandem: Tandem) -> dict[str, float]:
 
 
 @pytest.fixture(scope="module")
-def right():
+def right(torch_forks):
     """Return what the ranks answer to a prompt when nothing is cached."""
-    with contextlib.closing(Tandem("dram:16MiB")) as tandem:
+    with contextlib.closing(Tandem(torch_forks, "dram:16MiB")) as tandem:
         known = {}
         tandem.cache.bypass = True
 
@@ -201,9 +204,9 @@ def right():
         yield answer
 
 
-def test_ranks_find_the_private_daemon_by_the_engines_id(right):
+def test_ranks_find_the_private_daemon_by_the_engines_id(torch_forks, right):
     talks = [prompt(n, n) for n in (5, 64, 200)]
-    with contextlib.closing(Tandem("dram:16MiB")) as tandem:
+    with contextlib.closing(Tandem(torch_forks, "dram:16MiB")) as tandem:
         assert [tandem.answer(talk) for talk in talks] == [(right(talk), {}) for talk in talks]
         hits = [{}, {}, {"dram": 192}]  # of 64 tokens the last is computed
         assert [tandem.answer(talk) for talk in talks] == [
@@ -211,20 +214,21 @@ def test_ranks_find_the_private_daemon_by_the_engines_id(right):
         ]
 
 
-def test_ranks_of_two_engines_share_one_daemon(right):
+def test_ranks_of_two_engines_share_one_daemon(torch_forks, right):
     talk = prompt(200)
     with running("dram:16MiB") as daemon, contextlib.ExitStack() as stack:
         one, two = (
-            stack.enter_context(contextlib.closing(Tandem(daemon.url, own=False))) for _ in range(2)
+            stack.enter_context(contextlib.closing(Tandem(torch_forks, daemon.url, own=False)))
+            for _ in range(2)
         )
         assert one.answer(talk) == (right(talk), {})
         assert two.answer(talk) == (right(talk), {"dram": 192})
 
 
-def test_a_rank_killed_in_mid_plan_leaves_nothing_behind(right):
+def test_a_rank_killed_in_mid_plan_leaves_nothing_behind(torch_forks, right):
     """It is stopped, so that its copies cannot run, is sent a plan, and dies with it."""
     talk = prompt(200)
-    with contextlib.closing(Tandem("dram:16MiB")) as tandem:
+    with contextlib.closing(Tandem(torch_forks, "dram:16MiB")) as tandem:
         assert tandem.answer(talk) == (right(talk), {})
         victim = tandem.ranks.processes[1]
         os.kill(victim.pid, signal.SIGSTOP)
@@ -248,11 +252,11 @@ def test_a_rank_killed_in_mid_plan_leaves_nothing_behind(right):
         assert tandem.answer(talk) == (right(talk), {"dram": 192})
 
 
-def test_ranks_go_on_when_the_server_is_killed(right, tmp_path):
+def test_ranks_go_on_when_the_server_is_killed(torch_forks, right, tmp_path):
     talk = prompt(200)
     with (
         running("dram:16MiB", f"lmdb:{tmp_path}/kv?capacity=64MiB") as daemon,
-        contextlib.closing(Tandem(daemon.url, own=False)) as tandem,
+        contextlib.closing(Tandem(torch_forks, daemon.url, own=False)) as tandem,
     ):
         assert tandem.answer(talk) == (right(talk), {})
         for seed in range(2):
@@ -268,13 +272,13 @@ def test_ranks_go_on_when_the_server_is_killed(right, tmp_path):
             assert found
 
 
-def test_ranks_go_on_without_a_supervisor(right):
+def test_ranks_go_on_without_a_supervisor(torch_forks, right):
     talk = prompt(200)
     right(talk)
     others = arenas(os.getpid())
     with (
         running("dram:16MiB") as daemon,
-        contextlib.closing(Tandem(daemon.url, own=False)) as tandem,
+        contextlib.closing(Tandem(torch_forks, daemon.url, own=False)) as tandem,
     ):
         assert tandem.answer(talk) == (right(talk), {})
         killed(daemon.supervisor_pid)

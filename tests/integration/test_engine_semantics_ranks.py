@@ -24,6 +24,7 @@ from kvtier.errors import ConfigError
 from kvtier.identity.geometry import Needs
 from kvtier.testing.ranked import KINDS, RANKS, SHAPE, Ranks, shared_arena
 from kvtier.testing.serving import CHUNK, GatedStore, prompt
+from kvtier.testing.torch_forks import TorchForks
 
 SAMPLING = Sampling(max_tokens=8)
 SEED = 1
@@ -32,7 +33,7 @@ SEED = 1
 class Tandem:
     """Two ranks of a model with every kind of layer, and a cache; engines come and go."""
 
-    def __init__(self) -> None:
+    def __init__(self, forks: TorchForks) -> None:
         components = random_hybrid(SHAPE, SEED).components
         geometry = kvtier.Geometry(components, chunk_tokens=CHUNK)
         self.store = GatedStore()
@@ -40,7 +41,7 @@ class Tandem:
         namespace = kvtier.Namespace("small", geometry)
         with mock.patch("kvtier.depot.Arena", shared_arena):
             self.cache = kvtier.open(settings, namespace=namespace, shards=RANKS)
-        self.ranks = Ranks(SHAPE, SEED, self.cache, num_blocks=64, num_states=16)
+        self.ranks = Ranks(SHAPE, SEED, self.cache, forks=forks, num_blocks=64, num_states=16)
         self.device = CpuDevice()
 
     def engine(self, *, cached: bool = True, **options) -> Engine:
@@ -75,8 +76,8 @@ class Tandem:
 
 
 @pytest.fixture(scope="module")
-def tandem():
-    with contextlib.closing(Tandem()) as found:
+def tandem(torch_forks):
+    with contextlib.closing(Tandem(torch_forks)) as found:
         for seed in (97, 98, 99):  # so that all threads of the cache have started
             found.answer(found.engine(), prompt(70, seed))
         found.store.writes.clear()
@@ -145,9 +146,9 @@ def drained(engine: Engine) -> None:
         engine.step()
 
 
-def test_a_rank_that_dies_fails_its_copies_and_holds_nothing():
+def test_a_rank_that_dies_fails_its_copies_and_holds_nothing(torch_forks):
     """P4: what it was to write or read is free again, since it cannot do so any more."""
-    with contextlib.closing(Tandem()) as tandem:
+    with contextlib.closing(Tandem(torch_forks)) as tandem:
         one = tandem.engine()
         tandem.answer(one, prompt(200))
         slots = tandem.cache._desk.depot.arena.slots_in_use
