@@ -34,24 +34,34 @@ class DecodeShape(NamedTuple):
         return slice(_COLUMNS + component * width, _COLUMNS + (component + 1) * width)
 
     def numbers(
-        self, spans: Sequence[Span], block_tokens: int, components: int = 1
+        self, spans: Sequence[Span], block_tokens: int, states: Sequence[bool] = (False,)
     ) -> torch.Tensor:
         """Return what the step is about: int64 [requests, columns], on the host.
 
         spans: at most so many, of one token each, and not longer. The first one fills up what is
         missing: the same token is written to the same slot once more, bit for bit the same.
+        states: of each component, whether its table is the slot of a state, and no block table.
         """
-        places = [self.columns(component, block_tokens) for component in range(components)]
+        places = [self.columns(component, block_tokens) for component in range(len(states))]
         found = np.zeros((self.requests, places[-1].stop), np.int64)
         for row, span in zip(found, spans, strict=False):
             row[:_COLUMNS] = span.tokens[0], span.start
-            for place, whole in zip(places, span.tables, strict=True):
+            for place, whole, state in zip(places, span.tables, states, strict=True):
+                if state:
+                    row[place.start] = whole[0]
+                    continue
                 table = whole[: -(-span.end // block_tokens)]
                 slot = table[span.start // block_tokens] * block_tokens + span.start % block_tokens
                 row[place.start : place.start + 1 + len(table)] = slot, *table
         found[:, _COLUMNS:].clip(0, out=found[:, _COLUMNS:])  # no block is kept before a window
         found[len(spans) :] = found[0]
         return torch.from_numpy(found)
+
+
+def slots_in(numbers: torch.Tensor, component: int, components: int) -> torch.Tensor:
+    """Return the slots of one of so many components, [requests]: a view of a step's numbers."""
+    width = (numbers.shape[1] - _COLUMNS) // components
+    return numbers[:, _COLUMNS + component * width]
 
 
 def shape_for(spans: Sequence[Span]) -> DecodeShape | None:

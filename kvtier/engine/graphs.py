@@ -7,16 +7,19 @@ and one of logits that it leaves; nothing else of a step reaches the recording.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
 
+from kvtier.engine.attention import KEY_TILE
 from kvtier.engine.compute import Compute, Graph
-from kvtier.engine.decode import DecodeShape, shape_for
+from kvtier.engine.decode import DecodeShape, shape_for, slots_in
 from kvtier.engine.model import Model
 from kvtier.engine.spans import Span
+from kvtier.identity.geometry import Needs
 
 _MOST_GRAPHS: Final = 32
 
@@ -32,6 +35,9 @@ class DecodeGraphs:
         self._model = model
         self._kv = kv
         self._compute = compute
+        self._states = tuple(one.needs is Needs.LAST for one in model.components)
+        tokens = (pool.shape[3] for pool, one in zip(kv, self._states, strict=True) if not one)
+        self._block_tokens = next(tokens, KEY_TILE)
         self._steps: OrderedDict[DecodeShape, _Step] = OrderedDict()
         self.captured = 0
         self.replayed = 0
@@ -46,10 +52,10 @@ class DecodeGraphs:
         shape = shape_for(spans)
         if shape is None:
             return None
-        numbers = shape.numbers(spans, self._kv[0].shape[3], len(self._kv))
+        numbers = shape.numbers(spans, self._block_tokens, self._states)
         step = self._steps.pop(shape, None)
         if step is None:
-            step = _Step(self._model, self._kv, self._compute, shape, numbers)
+            step = _Step(self._model, self._kv, self._compute, shape, numbers, self._states)
             self.captured += 1
             if len(self._steps) >= _MOST_GRAPHS:
                 self._steps.popitem(last=False)
@@ -59,7 +65,11 @@ class DecodeGraphs:
 
 
 class _Step:
-    """One recording, and the memory that it reads and leaves. numbers: of its first run."""
+    """One recording, and the memory that it reads and leaves. numbers: of its first run.
+
+    To record a step is to run it: it writes the same KV each time, but moves states on. So these
+    are put back as they were. states: of each component, whether it has them.
+    """
 
     def __init__(
         self,
@@ -68,6 +78,7 @@ class _Step:
         compute: Compute,
         shape: DecodeShape,
         numbers: torch.Tensor,
+        states: Sequence[bool],
     ) -> None:
         self._compute = compute
         self._numbers = torch.zeros(numbers.shape, dtype=numbers.dtype, device=model.device)
@@ -78,10 +89,25 @@ class _Step:
             self._logits.copy_(model.decode(self._numbers, shape.keys, kv))
 
         compute.upload(numbers, self._numbers)  # what it runs on while it is recorded
-        self._graph: Graph = compute.capture(step)
+        moved = [
+            (pool, slots_in(self._numbers, component, len(kv)))
+            for component, (pool, one) in enumerate(zip(kv, states, strict=True))
+            if one
+        ]
+        with _kept(moved):
+            self._graph: Graph = compute.capture(step)
 
     def run(self, numbers: torch.Tensor) -> torch.Tensor:
         """Replay it on other numbers; return its logits."""
         self._compute.upload(numbers, self._numbers)
         self._graph.replay()
         return self._logits
+
+
+@contextlib.contextmanager
+def _kept(states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
+    """Leave states as they were. states: pools, and which slots of each, int64 [requests]."""
+    before = [pool.index_select(2, slots) for pool, slots in states]
+    yield
+    for (pool, slots), one in zip(states, before, strict=True):
+        pool.index_copy_(2, slots, one)

@@ -18,11 +18,11 @@ from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
 from kvtier.engine.attention import BACKENDS, QUERY_TILE, Attention, PagedAttention
-from kvtier.engine.decode import DecodeAttention
+from kvtier.engine.decode import DecodeAttention, slots_in
 from kvtier.engine.latent import LatentWeights
 from kvtier.engine.layers import LayerHook
 from kvtier.engine.model import ROW_TILE, Model, angles, turn
-from kvtier.engine.recurrent import Recurrence, recurrent_width
+from kvtier.engine.recurrent import DecodeRecurrence, Recurrence, recurrent_width
 from kvtier.engine.spans import Span, placed
 from kvtier.engine.weights import LayerWeights, ModelConfig, Weights, random_weights
 from kvtier.errors import ConfigError
@@ -112,11 +112,6 @@ class HybridModel(Model):
         return there
 
     @property
-    def decodes(self) -> bool:
-        """See Model. To record a step is to run it, and a state that has moved on is another."""
-        return Kind.RECURRENT not in self.shape.kinds
-
-    @property
     def components(self) -> tuple[Component, ...]:
         """What KV the model keeps, one for each kind of layer."""
         return tuple(self.shape.component(kind) for kind in self.shape.used)
@@ -130,7 +125,7 @@ class HybridModel(Model):
         ids, positions = placed(spans, rows, self.device)
         hidden = self._embed(spans, ids)
         count = sum(len(span.tokens) for span in spans)
-        mixers: dict[Kind, _Attention | Recurrence] = {}
+        mixers: dict[Kind, _Mixer] = {}
         for index, kind in enumerate(self.shape.used):
             if kind is Kind.RECURRENT:
                 mixers[kind] = Recurrence(spans, kv[index], index, self.config.head_size)
@@ -143,10 +138,15 @@ class HybridModel(Model):
 
     @torch.inference_mode()
     def decode(self, numbers: torch.Tensor, keys: int, kv: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See Model. For models without recurrent layers."""
+        """See Model. It moves recurrent states on, each time that it runs."""
         ids, positions, hidden = self._decoded(numbers)
-        mixers: dict[Kind, _Attention | Recurrence] = {}
+        mixers: dict[Kind, _Mixer] = {}
         for index, kind in enumerate(self.shape.used):
+            if kind is Kind.RECURRENT:
+                slots = slots_in(numbers, index, len(self.shape.used))
+                size = self.config.head_size
+                mixers[kind] = DecodeRecurrence(slots, numbers[:, 1], kv[index], size)
+                continue
             heads, window = self.shape.attention(kind), self._window(kind)
             paged = DecodeAttention(heads, numbers, keys, kv[index], self.dtype, index, window)
             mixers[kind] = self._mixer(kind, paged, positions, len(ids))
@@ -156,7 +156,7 @@ class HybridModel(Model):
     def _mixed(
         self,
         hidden: torch.Tensor,
-        mixers: Mapping[Kind, _Attention | Recurrence],
+        mixers: Mapping[Kind, _Mixer],
         hook: LayerHook | None = None,
     ) -> None:
         """Pass all rows of `hidden` through the layers, in place."""
@@ -229,6 +229,9 @@ class _Attention:
             turn(turned[:, :, latent:], cos[tile], sin[tile])
         self._attention.write(layer, projected[: self._count, heads.query_size :])
         self._attention.read(layer, projected[:, : heads.query_size], mixed)
+
+
+_Mixer = _Attention | Recurrence | DecodeRecurrence
 
 
 def random_hybrid(shape: HybridConfig, seed: int = 0) -> HybridModel:

@@ -63,11 +63,6 @@ class Model:
         return there
 
     @property
-    def decodes(self) -> bool:
-        """Say whether it has a ``decode`` that may run any number of times and changes nothing."""
-        return True
-
-    @property
     def components(self) -> tuple[Component, ...]:
         """What KV the model keeps: full attention in every layer."""
         config = self.config

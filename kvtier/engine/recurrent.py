@@ -41,6 +41,31 @@ def recurrent_token(
     return state, functional.rms_norm(output, (size,))
 
 
+class DecodeRecurrence:
+    """See Recurrence. Of a decode step whose shapes are fixed: see ``DecodeAttention``.
+
+    slots, positions: int64 [requests], whose content may be another next time; a request may stand
+    there twice. kv, size: as in Recurrence. States are moved on where they lie.
+    """
+
+    def __init__(
+        self, slots: torch.Tensor, positions: torch.Tensor, kv: torch.Tensor, size: int
+    ) -> None:
+        self._slots = slots
+        self._fresh = (positions == 0).view(-1, 1, 1, 1)
+        self._kv = kv.unflatten(-1, (size, size))[:, 0]
+
+    def mix(self, layer: int, projected: torch.Tensor, mixed: torch.Tensor) -> None:
+        """Fill the requests' rows of `mixed`, and move their states on, once each."""
+        pool = self._kv[layer]
+        states = pool.index_select(0, self._slots).masked_fill(self._fresh, 0).to(projected.dtype)
+        for row, state in enumerate(states.unbind()):
+            moved, output = recurrent_token(state, projected[row], pool.dtype)
+            state.copy_(moved)
+            mixed[row] = output.flatten()
+        pool.index_copy_(0, self._slots, states.to(pool.dtype))
+
+
 class Recurrence:
     """One step's recurrent layers. The slot of a span's state holds the one after its last token.
 

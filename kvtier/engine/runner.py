@@ -160,8 +160,10 @@ def _graphs(
         return None
     if not compute.captures:
         raise ConfigError(f"graphs are recorded on a GPU, not on {compute.device}: leave them out")
-    if not isinstance(model, Model) or not model.decodes:
+    if not isinstance(model, Model):
         if wanted:
-            raise ConfigError("graphs are for models without recurrent layers: leave them out")
+            raise ConfigError(
+                f"{type(model).__name__} has no decode step to record: leave them out"
+            )
         return None
     return DecodeGraphs(model, kv, compute)

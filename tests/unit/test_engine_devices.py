@@ -64,7 +64,7 @@ def test_all_tensors_of_a_serving_engine_are_on_its_device(kind, dtype):
         assert {pool.device for pool in engine.kv} == {FAKE_GPU}
         assert engine.model.device == FAKE_GPU
         assert model.device.type == "cpu", "the caller's model stays where it is"
-    assert (compute.calls["replay"] > 0) == (kind == "full")
+    assert compute.calls["replay"] > 0
     assert compute.calls["download"] > 0
 
 

@@ -98,7 +98,13 @@ def test_a_recording_serves_other_requests_of_its_shape():
 
 # ------------------------------------------------------------------- windows, and MLA's latents
 
-HYBRIDS = ((Kind.FULL, Kind.WINDOW), (Kind.WINDOW, Kind.LATENT, Kind.FULL), (Kind.LATENT,))
+HYBRIDS = (
+    (Kind.FULL, Kind.WINDOW),
+    (Kind.WINDOW, Kind.LATENT, Kind.FULL),
+    (Kind.LATENT,),
+    (Kind.RECURRENT, Kind.FULL, Kind.RECURRENT),
+    (Kind.RECURRENT,),
+)
 
 
 def hybrid_answers(kinds, compute="cpu"):
@@ -151,6 +157,51 @@ def test_a_recording_without_the_window_or_of_another_table_is_noticed(monkeypat
 
     monkeypatch.setattr(hybrid_module, "DecodeAttention", Careless)
     assert not same_logits()
+
+
+# ------------------------------------------------------------------------------ recurrent states
+
+
+def same_states(steps=([1, 70, 3], [2, 71, 4], [40, 9], [1])) -> bool:
+    """Say whether recordings move states on as forward passes do, once a step, and give their bits.
+
+    Each request has the slot of its number; of one token, it begins with zeros, whatever is there.
+    """
+    model = small_hybrid((Kind.RECURRENT, Kind.FULL), 32)
+    generator, pools = torch.Generator().manual_seed(0), []
+    for one in model.components:
+        places = (6,) if one.name == "recurrent" else (80, 16)
+        shape = (one.layers, one.planes, *places, one.heads, one.head_size)
+        pools.append(torch.randn(shape, generator=generator).to(torch.bfloat16))
+    ours, theirs = [one.clone() for one in pools], [one.clone() for one in pools]
+    graphs, right = DecodeGraphs(model, theirs, TapeCompute()), True
+    for ends in steps:
+        spans = decodes(ends)
+        for number, span in enumerate(spans):
+            span.tables.insert(0, [5 - number])
+        right &= torch.equal(graphs.logits(spans), model.forward(spans, ours))
+        right &= all(map(torch.equal, ours, theirs))
+    return right and graphs.replayed > graphs.captured
+
+
+def test_a_recording_moves_states_on_once_as_a_forward_pass_does():
+    assert same_states()
+
+
+def test_states_that_recording_moves_on_are_noticed(monkeypatch):
+    monkeypatch.setattr(graphs_module, "_kept", lambda states: contextlib.nullcontext())
+    assert not same_states()
+
+
+@pytest.mark.parametrize("forgotten", ["zeros", "slots"])
+def test_states_of_others_are_noticed(monkeypatch, forgotten):
+    class Careless(hybrid_module.DecodeRecurrence):
+        def __init__(self, slots, positions, kv, size):
+            positions = positions + 1 if forgotten == "zeros" else positions
+            super().__init__(slots if forgotten == "zeros" else slots - 1, positions, kv, size)
+
+    monkeypatch.setattr(hybrid_module, "DecodeRecurrence", Careless)
+    assert not same_states()
 
 
 # ------------------------------------------------------------------------- what would be stale
@@ -277,9 +328,16 @@ def test_a_decode_step_brings_back_its_tokens_and_no_more():
 def test_graphs_where_there_are_none_are_refused():
     with pytest.raises(ConfigError, match="recorded on a GPU, not on cpu: leave them out"):
         Engine(small_model(), num_blocks=8, graphs=True)
-    hybrid = small_hybrid((Kind.FULL, Kind.RECURRENT), 32)
-    with pytest.raises(ConfigError, match="without recurrent layers"):
-        Engine(hybrid, num_blocks=8, chunk_tokens=32, device=TapeCompute(), graphs=True)
-    engine = Engine(hybrid, num_blocks=8, chunk_tokens=32, device=TapeCompute())
+
+    class Others:
+        """A model of another's, with a forward pass and no more."""
+
+        def __init__(self, model):
+            self.config, self.components = model.config, model.components
+            self.forward, self.copy_states = model.forward, model.copy_states
+
+    with pytest.raises(ConfigError, match="Others has no decode step to record: leave them out"):
+        Engine(Others(small_model()), num_blocks=8, device=TapeCompute(), graphs=True)
+    engine = Engine(Others(small_model()), num_blocks=8, device=TapeCompute())
     assert engine._runner.graphs is None
     assert answers(TapeCompute(), graphs=False)[1] is None
