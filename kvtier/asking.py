@@ -6,11 +6,11 @@ import asyncio
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvtier.catalog.catalog import Catalog, Part
 from kvtier.catalog.explain import ago
-from kvtier.catalog.probe import Probe, search
+from kvtier.catalog.probe import Probe, ends, rounds, search
 from kvtier.catalog.removal import Withdrawn
 from kvtier.catalog.strays import Strays
 from kvtier.clock import Clock
@@ -22,7 +22,6 @@ from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Tier
 
 _ASK_SECONDS: Final = 1.0  # that a look-up has, though its fetch has less: the next has the answer
-_ENDS: Final = 32  # chunks before the end of a prefix, where windows and states are looked for
 
 
 class Asking:
@@ -106,10 +105,11 @@ class Asking:
             try:
                 found = self._before_doomed(prefix, known, stop, number)
                 orders = [tier.longest_order(shape.nbytes[at]) for at in places]
-                for order in dict.fromkeys(orders):  # parts of one grid are looked up together
+                grids = dict.fromkeys(orders)  # parts of one grid are looked up together
+                for order, most in zip(grids, rounds(shape, len(grids)), strict=True):
                     some = [at for at, one in zip(places, orders, strict=True) if one == order]
-                    told = said.setdefault(number, [])
-                    found = await self._search(prefix, known, found, number, some, deadline, told)
+                    look = _Look(number, some, deadline, most, said.setdefault(number, []))
+                    found = await self._search(prefix, known, found, look)
                 if found > known:
                     parts = [prefix.part(c, at) for c in range(known, found) for at in places]
                     self._note(parts, number, withdrawn)
@@ -132,22 +132,13 @@ class Asking:
             return stop
         return next((c for c in range(known, stop) if strays.count(prefix.names[c])), stop)
 
-    async def _search(
-        self,
-        prefix: Prefix,
-        known: int,
-        stop: int,
-        number: int,
-        places: Sequence[int],
-        deadline: Deadline,
-        said: list[Status],
-    ) -> int:
+    async def _search(self, prefix: Prefix, known: int, stop: int, look: _Look) -> int:
         """Return how far a tier has the parts of one grid, from a known chunk on.
 
         Of each run one part is asked for, and of the next prompt's another, so that a look-up
         costs the same for many ranks; what the others lack, their reads find out.
-        said: what the answers about the first chunk are added to.
         """
+        number, places, deadline, most, said = look
         tier, names, nbytes = self._shared[number], prefix.names, prefix.shape.nbytes
         self._searches += 1
         turn = self._searches
@@ -160,7 +151,7 @@ class Asking:
             said.extend(one for run, one in zip(runs, told, strict=True) if run.start <= known)
             return [status is Status.OK for status in told]
 
-        end, packs = await search(known, stop, tier.longest_order(nbytes[places[0]]), ask)
+        end, packs = await search(known, stop, tier.longest_order(nbytes[places[0]]), ask, most)
         for run, at in itertools.product(packs, places):
             members = [names[chunk][at] for chunk in range(run.start, run.stop)]
             if not tier.learn(members, nbytes[at]):
@@ -168,29 +159,56 @@ class Asking:
                 end = min(end, run.start)
         return max(end, known)
 
-    async def _there(self, number: int, parts: Sequence[Part], deadline: Deadline) -> list[bool]:
+    async def _there(
+        self, number: int, parts: Sequence[Part], deadline: Deadline
+    ) -> dict[RecordId, bool]:
         """Say which parts a tier has, without those that are to be deleted there."""
         strays = self._strays[number]
         asked = [part.name for part in parts if part.name not in strays]
         told = await self._shared[number].contains(asked, deadline)
         answers = dict(zip(asked, told, strict=True))
-        return [answers.get(part.name) is Status.OK for part in parts]
+        return {part.name: answers.get(part.name) is Status.OK for part in parts}
 
     async def _ask_for_ends(
         self, prefix: Prefix, stop: int, number: int, withdrawn: Withdrawn, deadline: Deadline
     ) -> None:
-        """Index the windows and states that a shared tier has of a prompt's last chunks."""
-        shape = prefix.shape
-        if shape.plain or not shape.always:
+        """Index the windows and states that a shared tier has of a prompt's last chunks.
+
+        Of each component one part of a chunk is asked for, as in ``_search``.
+        """
+        if prefix.shape.plain or not prefix.shape.always:
             return
-        chunks = range(max(stop - _ENDS, 0), stop)
-        rest = [at for at in range(len(shape.names)) if at not in shape.always]
-        parts = [prefix.part(chunk, at) for chunk in chunks for at in rest]
-        answers = await self._there(number, parts, deadline)
-        there = [part for part, answer in zip(parts, answers, strict=True) if answer]
-        self._note(there, number, withdrawn)
+        turn, strays = self._searches, self._strays[number]
+        wanted = ends(prefix.shape, stop)
+        parts = [
+            [
+                prefix.part(chunk, one.places[(chunk + turn) % len(one.places)])
+                for chunk in one.chunks
+            ]
+            for one in wanted
+        ]
+        told = await self._there(number, list(itertools.chain.from_iterable(parts)), deadline)
+        there = []
+        for one, some in zip(wanted, parts, strict=True):
+            answers = {c: told[part.name] for c, part in zip(one.chunks, some, strict=True)}
+            found = itertools.product(one.there(answers), one.places)
+            there += [prefix.part(chunk, at) for chunk, at in found]
+        self._note([part for part in there if part.name not in strays], number, withdrawn)
 
     def _note(self, parts: Sequence[Part], number: int, withdrawn: Withdrawn) -> None:
         footprint_of = functools.cache(self._shared[number].footprint)
         for part in parts:
             self._catalog.stored(part, number, footprint_of(part.nbytes), withdrawn)
+
+
+class _Look(NamedTuple):
+    """A search for the parts of one grid in a tier.
+
+    places: in a chunk. most: rounds. said: what the answers about the first chunk are added to.
+    """
+
+    number: int
+    places: Sequence[int]
+    deadline: Deadline
+    most: int
+    said: list[Status]

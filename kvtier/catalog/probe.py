@@ -6,35 +6,56 @@ read that fails later shortens the load.
 
 Where small parts are packed, a look-up is for a run of chunks (see ``tiers.pack``). First the
 longest runs are searched, the cells; then, in the cell in which they end, shorter ones.
+
+Of windows and states the last chunks of what was found are asked for, in one of these rounds.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from kvtier.clock import Clock
+from kvtier.identity.shape import Shape
 from kvtier.tiers.pack import Run, runs_over
 
 _ROUNDS: Final = 3
 _WIDTH: Final = 16
 _TTL_SECONDS: Final = 5.0
 _REMEMBERED: Final = 1 << 16
+_SPREAD: Final = 4  # look-ups for a window, where there are states too
+_BACK: Final = 8  # chunks before the end at which a window may end, where there are no states
+
+
+def rounds(shape: Shape, grids: int) -> Iterator[int]:
+    """Yield in how many rounds each of some grids may be searched.
+
+    Together three at most, with the one that windows and states take; each has one, though.
+    """
+    left = _ROUNDS if shape.plain or not shape.always else _ROUNDS - 1
+    for grid in range(grids):
+        share = max(-(-left // (grids - grid)), 1)
+        left -= share
+        yield share
 
 
 async def search(
-    first: int, stop: int, order: int, ask: Callable[[Sequence[Run]], Awaitable[list[bool]]]
+    first: int,
+    stop: int,
+    order: int,
+    ask: Callable[[Sequence[Run]], Awaitable[list[bool]]],
+    most: int = _ROUNDS,
 ) -> tuple[int, list[Run]]:
     """Return the chunk behind the last of [first, stop) that is present, and the packs up to it.
 
     order: of the longest run; 0 where nothing is packed. ask: says for each of some runs whether
-    it is present. Where three rounds do not tell exactly, the answer is below the truth; of a run
+    it is present. Where so many rounds do not tell exactly, the answer is below the truth; of a run
     that was not asked for, a longer prefix said that it is there.
     """
     seen = _Seen(first, stop, order)
-    for _ in range(_ROUNDS):
+    for _ in range(most):
         asked = sorted(itertools.islice(seen.worth_asking(), _WIDTH))
         if not asked:
             break
@@ -123,6 +144,57 @@ class _Seen:
 
 def _order(run: Run) -> int:
     return run.order
+
+
+class Ends(NamedTuple):
+    """What to ask for of a component at a prefix's end: its parts of a chunk, and the chunks.
+
+    window: what is between two chunks that it has, it has too.
+    """
+
+    places: tuple[int, ...]
+    chunks: tuple[int, ...]
+    window: bool
+
+    def there(self, answers: Mapping[int, bool]) -> list[int]:
+        """Return the chunks that it has, by what was answered for those that were asked for."""
+        found = [chunk for chunk in self.chunks if answers[chunk]]
+        if self.window:
+            for before, after in itertools.pairwise(self.chunks):
+                if answers[before] and answers[after]:
+                    found += range(before + 1, after)
+        return sorted(found)
+
+
+def ends(shape: Shape, stop: int) -> list[Ends]:
+    """Return what to ask for at the end of a prefix of so many chunks: sixteen look-ups at most.
+
+    A window reaches back by its length from wherever a state may be, and is looked for at some
+    of these chunks; states are, at each of the last ones.
+    """
+    windows = _alike(shape, [at for at, _ in shape.windows])
+    states = _alike(shape, shape.states)
+    each = max(_WIDTH // max(len(windows) + len(states), 1), 1)
+    spread = min(each, _SPREAD) if states else each
+    back = (_WIDTH - spread * len(windows)) // len(states) if states else _BACK
+    back = min(max(back, 1), stop)
+    lengths = dict(shape.windows)
+    found = []
+    for places in windows:
+        span = min(-(-lengths[places[0]] // shape.chunk_tokens) + back, stop)
+        steps = [(span - 1) * step // max(spread - 1, 1) for step in range(spread)]
+        found.append(Ends(places, tuple(sorted({stop - 1 - step for step in steps})), window=True))
+    last = tuple(range(stop - back, stop))
+    found += [Ends(places, last, window=False) for places in states]
+    return found[:_WIDTH]
+
+
+def _alike(shape: Shape, places: Iterable[int]) -> list[tuple[int, ...]]:
+    """Return places together that are of one component."""
+    kinds: dict[int, list[int]] = {}
+    for at in places:
+        kinds.setdefault(shape.names[at].component, []).append(at)
+    return [tuple(one) for one in kinds.values()]
 
 
 class Missed(NamedTuple):

@@ -10,11 +10,17 @@ import numpy as np
 import pytest
 
 import kvtier
+from kvtier import asking
+from kvtier.catalog.probe import Ends, ends
+from kvtier.config import Config, TierConfig
 from kvtier.copyplan import CopyPlan
 from kvtier.device.cpu import CpuDevice
 from kvtier.identity.geometry import stage_layers
+from kvtier.identity.shape import Shape
 from kvtier.plans import ABSENT
+from kvtier.testing.simhost import PackedMemory
 from kvtier.testing.toy import prompt
+from kvtier.tiers.store import Status
 
 pytestmark = pytest.mark.everywhere
 
@@ -59,11 +65,15 @@ def opened(tmp_path) -> Iterator[Any]:
     """Open caches, and close all that is open at the end."""
     closing: list[Any] = []
 
-    def opener(*components: kvtier.Component, dram: str = "1MiB", **ranks: int) -> Any:
+    def opener(
+        *components: kvtier.Component, dram: str = "1MiB", store: Any = None, **ranks: int
+    ) -> Any:
         geometry = kvtier.Geometry(components, "bfloat16", (BLOCK,), CHUNK)
         namespace = kvtier.Namespace("hybrid", geometry)
-        folder = f"lmdb:{tmp_path}/kv?capacity=64MiB&admission=through"
-        cache = kvtier.open(f"dram:{dram}", folder, namespace=namespace, **ranks)
+        tiers: list[Any] = [f"dram:{dram}", f"lmdb:{tmp_path}/kv?capacity=64MiB&admission=through"]
+        if store is not None:
+            tiers = [Config(1 << 20, (TierConfig("memory", "", None, "through", store=store),))]
+        cache = kvtier.open(*tiers, namespace=namespace, **ranks)
         shards, stages = cache.ranks
         members = [Rank(cache, *at) for at in itertools.product(range(shards), range(stages))]
         closing.extend((cache, *members))
@@ -136,6 +146,48 @@ def test_a_prefix_ends_where_a_state_is_stored(opened):
         assert load(cache, ranks, prompt(TOKENS + 1)[:length]) == usable
     cache.clear("dram")
     assert load(cache, ranks, prompt(TOKENS + 1)) == 96, "read back from below"
+
+
+class Counted(PackedMemory):
+    """A tier that hosts share. asked: how many look-ups each call had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[int] = []
+
+    def contains_many(self, ids: Sequence[bytes]) -> list[Status]:
+        self.asked.append(len(ids))
+        return super().contains_many(ids)
+
+
+@pytest.mark.inside("a store that hosts share")
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize(("states", "usable"), [([1, 3, 5], 96), ([1], 32), ([], 0)])
+def test_what_one_host_has_another_finds_in_few_look_ups(opened, states, usable, shards):
+    """Of each window and state one rank's part is looked for, at the end of what is there."""
+    store = Counted()
+    cache, ranks = opened(*HYBRID, store=store, shards=shards)
+    save(cache, ranks, prompt(TOKENS), states)
+    other, its = opened(*HYBRID, store=store, shards=shards)
+    store.asked.clear()
+    assert load(other, its, prompt(TOKENS + 1)) == usable
+    assert len(store.asked) <= 3
+    assert max(store.asked) <= 16
+
+
+@pytest.mark.inside("a store that hosts share")
+def test_twin_asked_rank_by_rank_it_would_be_a_storm(opened, monkeypatch):
+    def each(shape: Shape, stop: int) -> list[Ends]:
+        return [one._replace(places=(at,)) for one in ends(shape, stop) for at in one.places]
+
+    monkeypatch.setattr(asking, "ends", each)
+    store = Counted()
+    cache, ranks = opened(*HYBRID, store=store, shards=2)
+    save(cache, ranks, prompt(TOKENS), [5])
+    other, its = opened(*HYBRID, store=store, shards=2)
+    store.asked.clear()
+    assert load(other, its, prompt(TOKENS + 1)) == 96
+    assert max(store.asked) > 16
 
 
 @pytest.mark.inside("loses parts")

@@ -8,7 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.catalog import probe
-from kvtier.catalog.probe import Probe, search
+from kvtier.catalog.probe import Probe, ends, rounds, search
+from kvtier.identity.geometry import Component, Geometry, Needs
+from kvtier.identity.shape import Shape, chunk_shape
 from kvtier.testing.small_catalog import Clock
 from kvtier.tiers.pack import Run, cut
 
@@ -94,6 +96,51 @@ def test_runs_of_one_prompt_written_little_by_little_are_found_by_and_by():
     for _ in range(3):
         known, _, _ = looked_up(known, 128, 7, set(written).__contains__)
     assert known == 101
+
+
+def component(needs: Needs, number: int, window: int = 0) -> Component:
+    return Component(1, 8, 8, name=f"{needs.value}-{number}", needs=needs, window=window)
+
+
+def shape_of(windows: tuple[int, ...], states: int, shards: int = 1) -> Shape:
+    kinds = [component(Needs.ALL, 0)]
+    kinds += [component(Needs.TRAILING, at, window) for at, window in enumerate(windows)]
+    kinds += [component(Needs.LAST, at) for at in range(states)]
+    return chunk_shape(Geometry(tuple(kinds), block_tokens=(16,), chunk_tokens=256), shards)
+
+
+SHAPES = [((1024,), 0), ((1024,), 1), ((), 1), ((128, 1 << 17), 2), ((1,) * 20, 20), ((), 40)]
+
+
+@pytest.mark.parametrize("shards", [1, 8])
+@pytest.mark.parametrize(("windows", "states"), SHAPES)
+@pytest.mark.parametrize("stop", [1, 2, 9, 512])
+def test_windows_and_states_take_sixteen_look_ups_however_many_ranks(windows, states, shards, stop):
+    shape = shape_of(windows, states, shards)
+    wanted = ends(shape, stop)
+    assert 1 <= sum(len(one.chunks) for one in wanted) <= 16
+    assert sum(rounds(shape, 1)) == sum(rounds(shape, 2)) == 2, "and there are two rounds besides"
+    for one in wanted:
+        assert len(one.places) == shards
+        assert one.chunks == tuple(sorted(set(one.chunks)))
+        assert one.chunks[-1] == stop - 1
+        assert one.chunks[0] >= 0
+
+
+def test_a_window_is_looked_for_as_far_back_as_it_reaches_from_wherever_a_state_may_be():
+    window, state = ends(shape_of((1024,), 1), 512)
+    assert state.chunks == tuple(range(500, 512))
+    assert (len(window.chunks), window.chunks[0]) == (4, 500 - 1024 // 256)
+    assert window.there(dict.fromkeys(window.chunks, True)) == list(range(496, 512))
+    answers = dict(zip(window.chunks, (True, True, False, True), strict=True))
+    assert window.there(answers) == [*range(496, 502), 511]
+    assert state.there({at: at in (503, 510) for at in state.chunks}) == [503, 510]
+
+
+def test_models_without_windows_and_states_have_three_rounds():
+    shape = shape_of((), 0)
+    assert ends(shape, 512) == []
+    assert [list(rounds(shape, grids)) for grids in (1, 2, 3)] == [[3], [2, 1], [1, 1, 1]]
 
 
 def test_what_was_missing_is_not_asked_for_until_its_time_is_over():
