@@ -14,6 +14,7 @@ from kvtier.identity.shape import Shape, chunk_shape
 from kvtier.memory.arena import Arena, Slot
 from kvtier.metrics import Metrics
 from kvtier.policies.door import load_policy
+from kvtier.testing.hands import Hands
 
 PART_BYTES: Final = 8192
 SHAPE: Final[Shape] = chunk_shape(
@@ -23,17 +24,6 @@ SHAPE: Final[Shape] = chunk_shape(
 
 SUM: Final = bytes(16)
 LMDB: Final = 1
-
-
-class Clock:
-    """A clock that tests move by hand."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self.now
 
 
 class SmallCatalog:
@@ -46,7 +36,7 @@ class SmallCatalog:
         quotas: Mapping[str, Quota] | None = None,
         policy: str = "lru",
     ) -> None:
-        self.clock = Clock()
+        self.clock = Hands()
         self.metrics = Metrics()
         self.arena = Arena(slots * PART_BYTES, [PART_BYTES])
         shelves = [

@@ -20,7 +20,7 @@ from kvtier.memory.arena import Arena, Slot
 from kvtier.memory.packed import unpack_slots
 from kvtier.memory.sealed import sealed_memory
 from kvtier.seams import ThreadFlow
-from kvtier.testing.small_catalog import Clock
+from kvtier.testing.hands import Hands
 
 PART_BYTES: Final = 4096
 CHUNK: Final = 16
@@ -44,7 +44,7 @@ class SmallDaemon:
     """
 
     def __init__(self, slots: int, *urls: str, **settings: Any) -> None:
-        self.clock = Clock()
+        self.clock = Hands()
         self.slots = slots
         self._urls = urls
         self._settings = settings

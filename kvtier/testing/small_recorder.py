@@ -15,6 +15,7 @@ from kvtier.identity.shape import chunk_shape
 from kvtier.metrics import Metrics
 from kvtier.prefix import Namer, Prefix
 from kvtier.recorder import Recorder, Recording
+from kvtier.testing.hands import Hands
 from kvtier.testing.toy import CHUNK, GEOMETRY, NAMESPACE
 
 SALT: Final = bytes(range(16))
@@ -22,16 +23,6 @@ SALT: Final = bytes(range(16))
 
 _NAMER: Final = Namer(NAMESPACE, chunk_shape(GEOMETRY, 1, 1))
 _SECONDS: Final = 30.0
-
-
-class Hands:
-    """A clock that goes on when told."""
-
-    now = 50.0
-
-    def __call__(self) -> float:
-        """Return the time."""
-        return self.now
 
 
 @contextlib.contextmanager

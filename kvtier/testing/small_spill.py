@@ -12,7 +12,8 @@ from kvtier.catalog.owners import Quota
 from kvtier.catalog.spill import Spiller
 from kvtier.catalog.strays import Strays
 from kvtier.identity.record import Header, RecordId
-from kvtier.testing.small_catalog import LMDB, PART_BYTES, Clock, SmallCatalog
+from kvtier.testing.hands import Hands
+from kvtier.testing.small_catalog import LMDB, PART_BYTES, SmallCatalog
 from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.store import Capabilities, Status, Write
 from kvtier.tiers.tier import Tier, Written
@@ -39,7 +40,7 @@ class Disk:
     write_all: Any = Tier.write_all
     _packer = None
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Hands) -> None:
         self.store = self
         self.writes = WriteBudget(math.inf, clock)
         self.fate: dict[RecordId, list[Status]] = {}

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from kvtier.testing.small_catalog import Clock
+from kvtier.testing.hands import Hands
 from kvtier.testing.toy import CHUNK, prompt
 from kvtier.tiers.tier import Tier
 
@@ -122,7 +122,7 @@ def test_what_one_tier_lost_comes_from_the_next_and_fails_once(engines, faulty_a
 
 def outage(engines, faulty_at):
     """Ask a tier that does not answer for ten prompts, then let it answer again."""
-    clock, store = Clock(), faulty_at("unavailable", ())
+    clock, store = Hands(), faulty_at("unavailable", ())
     toy = engines(store, chunks=48, clock=clock)
     prompts = [prompt(TOKENS + 1, seed) for seed in range(10)]
     for seed, tokens in enumerate(prompts):
@@ -154,7 +154,7 @@ def test_taken_for_failed_what_was_not_asked_for_would_be_lost(engines, faulty_a
 
 def test_while_a_tier_is_silent_dram_does_its_work_without_it(engines, faulty_at):
     """What only that tier has is computed, saved and hit again; and is still there afterwards."""
-    clock, store = Clock(), faulty_at("unavailable", ())
+    clock, store = Hands(), faulty_at("unavailable", ())
     toy = engines(store, chunks=48, clock=clock)
     prompts = [prompt(TOKENS + 1, seed) for seed in range(10)]
     for seed, tokens in enumerate(prompts):
@@ -176,7 +176,7 @@ def test_while_a_tier_is_silent_dram_does_its_work_without_it(engines, faulty_at
 def test_taken_for_stored_it_would_be_computed_for_ever(engines, faulty_at):
     """The twin."""
     store = faulty_at("unavailable", ())
-    toy = engines(store, chunks=48, clock=Clock())
+    toy = engines(store, chunks=48, clock=Hands())
     prompts = [prompt(TOKENS + 1, seed) for seed in range(10)]
     for seed, tokens in enumerate(prompts):
         toy.save(f"save-{seed}", tokens[:TOKENS])

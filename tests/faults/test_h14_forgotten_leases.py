@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from kvtier.testing.hands import Hands
 from kvtier.testing.mortal import Mortal, figure, until
-from kvtier.testing.small_catalog import Clock
 from kvtier.testing.toy import BLOCK, CHUNK, dram, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
@@ -17,7 +17,7 @@ TOKENS = PINNED * CHUNK
 
 @pytest.fixture
 def clock():
-    return Clock()
+    return Hands()
 
 
 def use_and_release(toy, match):

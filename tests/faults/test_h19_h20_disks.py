@@ -14,9 +14,9 @@ import kvtier
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab import Segment
 from kvtier.testing.faults import Rates
+from kvtier.testing.hands import Hands
 from kvtier.testing.overrun import overrun, watched
 from kvtier.testing.short_index import short_index
-from kvtier.testing.small_catalog import Clock
 from kvtier.testing.toy import BLOCK, CHUNK, CHUNK_BYTES, GEOMETRY, NAMESPACE, Toy, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
@@ -43,7 +43,7 @@ def test_whatever_fails_the_budget_of_a_tier_holds(engines, faulty_at, kind):
     """A store that knows no bound itself, and fails at every fourth depth: the cache counts."""
     store = faulty_at(kind, {2, 6})
     room = 20 * store.footprint(CHUNK_BYTES)
-    clock = Clock()
+    clock = Hands()
     toy = engines(store, chunks=24, capacity=room, clock=clock)
     for seed in range(15):
         clock.now += 6.0  # what was left alone is tried again

@@ -11,8 +11,8 @@ import pytest
 import kvtier
 from kvtier.config import Config, TierConfig
 from kvtier.testing.faults import FaultyStore, Rates
+from kvtier.testing.hands import Hands
 from kvtier.testing.inside import inside
-from kvtier.testing.small_catalog import Clock
 from kvtier.testing.toy import CHUNK, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
@@ -44,7 +44,7 @@ def put(toy, name, tokens):
 def test_whatever_a_remote_answers_nothing_wrong_is_served(engines, remote, kind, caplog):
     """Every fault, always: no exception, no wrong byte, and what failed is not said to be there."""
     caplog.set_level(logging.CRITICAL, logger="kvtier")
-    store, clock, tokens = Remote(remote, random.Random(1), Rates()), Clock(), prompt(TOKENS + 1)
+    store, clock, tokens = Remote(remote, random.Random(1), Rates()), Hands(), prompt(TOKENS + 1)
     mine, other = engines(store, clock=clock), engines(store, clock=clock)
     store.rates = Rates(**{kind: 1.0})
     put(mine, "save", tokens)
@@ -68,7 +68,7 @@ def test_whatever_a_remote_answers_nothing_wrong_is_served(engines, remote, kind
 
 def test_a_remote_that_answers_no_more_is_left_alone_and_comes_back(engines, remote, warnings_of):
     """Five failures in a row, then one try in five seconds; told once."""
-    store, clock = Remote(remote, random.Random(1), Rates()), Clock()
+    store, clock = Remote(remote, random.Random(1), Rates()), Hands()
     toy, tokens = engines(store, clock=clock), prompt(TOKENS + 1)
     put(toy, "save", tokens)
     toy.cache.clear("dram")

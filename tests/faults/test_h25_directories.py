@@ -20,8 +20,8 @@ from kvtier.metrics import Metrics
 from kvtier.seams import ThreadFlow
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.testing.faulty_io import FaultyIO
+from kvtier.testing.hands import Hands
 from kvtier.testing.records import aligned, make_record
-from kvtier.testing.small_catalog import Clock
 from kvtier.testing.toy import CHUNK, NAMESPACE, prompt
 from kvtier.tiers.store import Status
 from kvtier.tiers.tier import Fetched, Tier, Wanted
@@ -120,7 +120,7 @@ def test_a_disk_that_fails_later_is_told_counted_and_heals(
     """The engine goes on from dram meanwhile; the log names cause and path, and not each time."""
     if fault == "short" and kind != "write":
         return  # only what moves bytes can move fewer
-    io, clock = FaultyIO(), Clock()
+    io, clock = FaultyIO(), Hands()
     store = LmdbSlabStore(folder, 64 << 20, durability="each", io=io)
     toy = engines(store, clock=clock, chunks=48)
     io.fail(kind, fault)
@@ -148,7 +148,7 @@ def test_a_disk_that_fails_later_is_told_counted_and_heals(
 @pytest.mark.parametrize("fault", [errno.EIO, errno.EACCES, errno.EINTR, "short"], ids=named)
 def test_a_disk_that_cannot_be_read_is_a_miss_until_it_can(engines, folder, fault):
     """What was acknowledged as durable is there when it is well again."""
-    io, clock = FaultyIO(), Clock()
+    io, clock = FaultyIO(), Hands()
     store = LmdbSlabStore(folder, 64 << 20, durability="each", io=io)
     toy = engines(store, clock=clock, chunks=48)
     for seed in range(6):
@@ -172,7 +172,7 @@ def test_a_disk_that_cannot_be_read_is_a_miss_until_it_can(engines, folder, faul
 @pytest.mark.parametrize("kind", ["read", "write", "sync"])
 def test_a_disk_that_hangs_is_left_alone_and_heals(folder, kind):
     """Calls own their buffers until they return; nothing else waits for them."""
-    io, clock = FaultyIO(), Clock()
+    io, clock = FaultyIO(), Hands()
     store = LmdbSlabStore(folder, 64 << 20, durability="each", io=io)
     flow = ThreadFlow()
     tier = Tier("lmdb", store, flow, Metrics(), clock)
@@ -221,7 +221,7 @@ def test_a_disk_that_hangs_is_left_alone_and_heals(folder, kind):
 
 def test_a_disk_that_others_have_filled_is_named(engines, folder):
     """No segment can be made, and there is no record that could make room for another."""
-    io, clock = FaultyIO(), Clock()
+    io, clock = FaultyIO(), Hands()
     store = LmdbSlabStore(folder, 64 << 20, durability="batch", io=io)
     toy = engines(store, clock=clock, chunks=48)
     io.fail("allocate", errno.ENOSPC)

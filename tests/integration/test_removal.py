@@ -12,6 +12,7 @@ from kvtier.cache import Cache
 from kvtier.config import Config, TierConfig
 from kvtier.errors import MisuseError, Unavailable
 from kvtier.storage_backends.memory import MemoryStore
+from kvtier.testing.hands import Hands
 from kvtier.testing.simhost import SharedMemory
 from kvtier.testing.toy import BLOCK, CHUNK, CHUNK_BYTES, NAMESPACE, Toy, dram, opened, prompt
 from kvtier.tiers.store import Status
@@ -21,13 +22,6 @@ pytestmark = pytest.mark.everywhere
 
 PROMPT = prompt(257, 1)
 WITHIN = 20.0
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Stubborn(SharedMemory):
@@ -273,7 +267,7 @@ def test_what_is_no_digest_is_refused(toy, digest):
 
 
 def test_what_is_kept_for_a_time_leaves_all_tiers_when_it_is_over():
-    store, clock = SharedMemory(), Clock()
+    store, clock = SharedMemory(), Hands(1000.0)
     with over(store, clock) as cache:
         save(cache, PROMPT, retention=[kvtier.Retention(128, None, seconds=60)])
         clock.now += 59

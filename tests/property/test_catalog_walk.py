@@ -14,7 +14,8 @@ from kvtier.catalog.owners import Quota
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
 from kvtier.policies.door import load_policy
-from kvtier.testing.small_catalog import PART_BYTES, SHAPE, SUM, Clock, chain, names
+from kvtier.testing.hands import Hands
+from kvtier.testing.small_catalog import PART_BYTES, SHAPE, SUM, chain, names
 
 SLOTS = 12
 STEPS = 150
@@ -28,7 +29,7 @@ class Walk:
 
     def __init__(self, seed: int, policy: str = "lru") -> None:
         self.rng = random.Random(f"{seed}/walk")
-        self.clock, self.metrics = Clock(), Metrics()
+        self.clock, self.metrics = Hands(), Metrics()
         self.arena = Arena(SLOTS * PART_BYTES, [PART_BYTES])
         shelves = [
             Shelf("dram", load_policy(policy), SLOTS * PART_BYTES),

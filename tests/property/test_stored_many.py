@@ -22,7 +22,8 @@ from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
 from kvtier.policies.lru import Lru
 from kvtier.policies.s3fifo import S3Fifo
-from kvtier.testing.small_catalog import PART_BYTES, Clock
+from kvtier.testing.hands import Hands
+from kvtier.testing.small_catalog import PART_BYTES
 
 MID, LOW = 1, 2
 QUOTAS = {"a": Quota(0.2, 0.5), "b": Quota(0.1, 0.75)}
@@ -64,7 +65,7 @@ def catalog(policy: Any = Lru.together) -> Iterator[Catalog]:
         Shelf("mid", policy(), 10 * PART_BYTES),
         Shelf("low", policy(), None),
     ]
-    made = Catalog(arena, shelves, Clock(), Metrics(), QUOTAS)
+    made = Catalog(arena, shelves, Hands(), Metrics(), QUOTAS)
     for tenant in ("a", "b", "none"):
         made.owner(tenant.encode() * 32, tenant)
     yield made

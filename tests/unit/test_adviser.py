@@ -12,18 +12,10 @@ from kvtier.cache import Cache
 from kvtier.config import Config, TierConfig
 from kvtier.seams import Future
 from kvtier.storage_backends.memory import MemoryStore
+from kvtier.testing.hands import Hands
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, GEOMETRY, NAMESPACE, Toy, prompt
 
 TOKENS = prompt(12 * CHUNK + 1)
-
-
-class Hands:
-    """A clock that goes on when told."""
-
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Shared(MemoryStore):

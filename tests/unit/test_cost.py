@@ -11,19 +11,10 @@ from hypothesis import strategies as st
 
 from kvtier import cut
 from kvtier.cost import Costs, Line, Prefill
+from kvtier.testing.hands import Hands
 
 CHUNK = (64, 1 << 20)
 PLACES = ("dram", "lmdb", "s3", "new")
-
-
-class Hands:
-    """A clock that goes on when told."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture

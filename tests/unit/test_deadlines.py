@@ -18,8 +18,8 @@ from kvtier.storage_backends.memory import MemoryStore
 from kvtier.storage_backends.s3_errors import BrokenError, LateError
 from kvtier.storage_backends.s3_send import Answer, Request, Sender
 from kvtier.storage_backends.s3_wire import Wire
+from kvtier.testing.hands import Hands
 from kvtier.testing.records import NAMESPACE, aligned
-from kvtier.testing.small_catalog import Clock
 from kvtier.tiers.breaker import FAILURES
 from kvtier.tiers.store import Capabilities, Status
 from kvtier.tiers.tier import Wanted
@@ -32,7 +32,7 @@ ENDS = (LateError, BrokenError, TimeoutError, ReadTimeoutError)
 class Dripping:
     """A socket on which a byte comes each `gap` seconds of a clock that it moves."""
 
-    def __init__(self, clock: Clock, gap: float) -> None:
+    def __init__(self, clock: Hands, gap: float) -> None:
         self.clock, self.gap = clock, gap
         self.said = iter(SAID)
         self.timeout = 0.0
@@ -57,7 +57,7 @@ class Dripping:
         return len(data)
 
 
-def answered(clock: Clock, gap: float, deadline: Deadline, *, spread: bool = False) -> bytes:
+def answered(clock: Hands, gap: float, deadline: Deadline, *, spread: bool = False) -> bytes:
     wire = Wire(Dripping(clock, gap), SILENCE, clock)
     wire.begin(deadline)
     wire.send([memoryview(b"GET / HTTP/1.1\r\n\r\n")])
@@ -76,7 +76,7 @@ def answered(clock: Clock, gap: float, deadline: Deadline, *, spread: bool = Fal
 @pytest.mark.parametrize("seconds", [0.05, 1.0, 4.0])
 @pytest.mark.parametrize("spread", [False, True])
 def test_a_server_that_drips_is_left_at_the_deadline(gap, seconds, spread):
-    clock = Clock()
+    clock = Hands()
     deadline = Deadline(clock() + seconds)
     try:
         whole = answered(clock, gap, deadline, spread=spread)
@@ -91,14 +91,14 @@ def test_a_server_that_drips_is_left_at_the_deadline(gap, seconds, spread):
 def test_unheeded_it_would_hold_its_thread(monkeypatch, spread):
     """The twin: a wire that looks at its silence alone."""
     monkeypatch.setattr(Deadline, "left", lambda self, now: 1e9)
-    clock = Clock()
+    clock = Hands()
     deadline = Deadline(clock() + 1.0)
     answered(clock, 0.1, deadline, spread=spread)
     assert clock() > deadline.until + 10
 
 
 def test_without_a_deadline_an_answer_has_four_silences():
-    clock = Clock()
+    clock = Hands()
     with pytest.raises(ENDS):
         answered(clock, 0.3, NEVER)
     assert clock() <= 100.0 + SLOWEST + 0.3
@@ -107,7 +107,7 @@ def test_without_a_deadline_an_answer_has_four_silences():
 
 
 def test_a_deadline_that_is_put_off_meanwhile_holds():
-    clock = Clock()
+    clock = Hands()
     deadline = Deadline(clock() + 1.0)
     socket = Dripping(clock, 0.01)
     wire = Wire(socket, SILENCE, clock)

@@ -14,7 +14,8 @@ from kvtier.deadline import Deadline
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
 from kvtier.policies.lru import Lru
-from kvtier.testing.small_catalog import PART_BYTES, SHAPE, SUM, Clock, chain, names
+from kvtier.testing.hands import Hands
+from kvtier.testing.small_catalog import PART_BYTES, SHAPE, SUM, chain, names
 from kvtier.tiers.store import Capabilities, Status
 from kvtier.tiers.tier import Fetched
 
@@ -70,11 +71,11 @@ class Bench:
     def __init__(self) -> None:
         self.arena = Arena(SLOTS * PART_BYTES, [PART_BYTES])
         shelves = [Shelf(name, Lru.together(), None) for name in ("dram", "fast", "slow")]
-        self.catalog = Catalog(self.arena, shelves, Clock(), Metrics())
+        self.catalog = Catalog(self.arena, shelves, Hands(), Metrics())
         self.tiers = {FAST: Disk("fast"), SLOW: Disk("slow")}
         self.strays = {number: Strays(tier) for number, tier in self.tiers.items()}
         backwards = dict(reversed(self.tiers.items()))
-        self.fetcher = Fetcher(self.catalog, self.arena, backwards, self.strays, Clock())
+        self.fetcher = Fetcher(self.catalog, self.arena, backwards, self.strays, Hands())
 
     def keep(self, parts, *tiers) -> None:
         """Let tiers have parts."""

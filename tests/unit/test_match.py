@@ -16,7 +16,8 @@ from kvtier.identity.shape import chunk_shape
 from kvtier.memory.arena import Arena
 from kvtier.metrics import Metrics
 from kvtier.policies.lru import Lru
-from kvtier.testing.small_catalog import LMDB, PART_BYTES, SHAPE, SUM, Clock, SmallCatalog, chain
+from kvtier.testing.hands import Hands
+from kvtier.testing.small_catalog import LMDB, PART_BYTES, SHAPE, SUM, SmallCatalog, chain
 from kvtier.testing.small_catalog import names as names_of
 
 SLOW = 2
@@ -97,7 +98,7 @@ class Hybrid:
     def __init__(self, slots: int, depths: int) -> None:
         self.arena = Arena(slots * PART_BYTES, [PART_BYTES])
         shelves = [Shelf(name, Lru.together(), None) for name in ("dram", "fast", "slow")]
-        self.catalog = Catalog(self.arena, shelves, Clock(), Metrics())
+        self.catalog = Catalog(self.arena, shelves, Hands(), Metrics())
         self.chunks: list[list[Part]] = []
         for depth in range(depths):
             key, above = bytes([depth]) * 32, self.chunks[-1][0].name if depth else None
@@ -264,7 +265,7 @@ def test_what_a_save_goes_on_from_counts_as_used(small):
 def test_a_save_asks_for_the_time_once_however_long_it_is(small):
     asked = []
 
-    class Counting(Clock):
+    class Counting(Hands):
         def __call__(self) -> float:
             asked.append(None)
             return self.now

@@ -11,6 +11,7 @@ from kvtier import metrics as module
 from kvtier.errors import MisuseError
 from kvtier.events import Reporter
 from kvtier.metrics import TABLE, Metric, Metrics, exposition
+from kvtier.testing.hands import Hands
 
 UNITS = {
     *(
@@ -163,15 +164,8 @@ def test_no_count_is_lost_between_threads():
 # ---------------------------------------------------------------------------------------- reports
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_a_cause_is_told_once_in_ten_seconds_and_then_how_often(caplog):
-    clock = Clock()
+    clock = Hands(0.0)
     report = Reporter(clock)
     for _ in range(50):
         report.warn("s3", "down")
@@ -184,7 +178,7 @@ def test_a_cause_is_told_once_in_ten_seconds_and_then_how_often(caplog):
 
 
 def test_causes_without_end_take_no_memory_and_no_log_without_end(caplog):
-    clock = Clock()
+    clock = Hands(0.0)
     report = Reporter(clock)
     for number in range(5000):
         report.warn("s3", f"request {number}")

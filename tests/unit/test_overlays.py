@@ -21,6 +21,7 @@ from kvtier.planning.simulate import Overlay, Tier, leading, simulate
 from kvtier.planning.trace import Trace
 from kvtier.policies.ages import Ages
 from kvtier.storage_backends.memory import MemoryStore
+from kvtier.testing.hands import Hands
 from kvtier.testing.inside import inside
 from kvtier.testing.simscenario import Scenario
 from kvtier.testing.simtask import SimError
@@ -28,15 +29,6 @@ from kvtier.testing.simworld import run_world
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, NAMESPACE, Toy, prompt
 
 POLICIES = ("lru", "arc", "s3fifo", "lfu")
-
-
-class Hands:
-    """A clock that goes on when told."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def until(done) -> bool:
@@ -61,7 +53,7 @@ def settle(toy) -> None:
     )
 )
 def test_a_row_is_overdue_when_its_time_is_over_and_at_most_a_step_later(calls):
-    clock, last = Hands(), {}
+    clock, last = Hands(1000.0), {}
     ages = Ages(16.0, clock)
     for call, row in calls:
         if call == "enter":
@@ -86,7 +78,7 @@ def test_a_row_is_overdue_when_its_time_is_over_and_at_most_a_step_later(calls):
 
 
 def test_a_row_that_is_kept_is_told_again_a_step_later():
-    clock = Hands()
+    clock = Hands(1000.0)
     ages = Ages(16.0, clock)
     for row in range(3):
         ages.enter(row)
@@ -103,7 +95,7 @@ def test_a_row_that_is_kept_is_told_again_a_step_later():
 
 @pytest.fixture
 def clock():
-    return Hands()
+    return Hands(1000.0)
 
 
 @pytest.fixture

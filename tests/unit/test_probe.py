@@ -11,7 +11,7 @@ from kvtier.catalog import probe
 from kvtier.catalog.probe import Probe, ends, rounds, search
 from kvtier.identity.geometry import Component, Geometry, Needs
 from kvtier.identity.shape import Shape, chunk_shape
-from kvtier.testing.small_catalog import Clock
+from kvtier.testing.hands import Hands
 from kvtier.tiers.pack import Run, cut
 
 
@@ -144,7 +144,7 @@ def test_models_without_windows_and_states_have_three_rounds():
 
 
 def test_what_was_missing_is_not_asked_for_until_its_time_is_over():
-    clock = Clock()
+    clock = Hands()
     one = Probe(clock)
     assert one.due(b"a")
     one.missing(b"a")
@@ -157,7 +157,7 @@ def test_what_was_missing_is_not_asked_for_until_its_time_is_over():
 
 
 def test_of_what_was_missing_it_is_remembered_who_could_not_be_asked():
-    clock = Clock()
+    clock = Hands()
     one = Probe(clock)
     assert one.asked(b"a") is None
     one.missing(b"a", [1], [2])
@@ -167,7 +167,7 @@ def test_of_what_was_missing_it_is_remembered_who_could_not_be_asked():
 
 def test_what_is_missing_again_is_remembered_for_longest(monkeypatch):
     monkeypatch.setattr(probe, "_REMEMBERED", 3)
-    clock = Clock()
+    clock = Hands()
     one = Probe(clock)
     for name in (b"a", b"b", b"c"):
         one.missing(name)
@@ -180,7 +180,7 @@ def test_what_is_missing_again_is_remembered_for_longest(monkeypatch):
 
 def test_the_memory_of_what_was_missing_is_bounded(monkeypatch):
     monkeypatch.setattr(probe, "_REMEMBERED", 3)
-    one = Probe(Clock())
+    one = Probe(Hands())
     for number in range(10):
         one.missing(bytes([number]))
         assert len(one._absent) == min(number + 1, 3)

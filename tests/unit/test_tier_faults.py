@@ -11,6 +11,7 @@ import pytest
 from kvtier.errors import Unavailable
 from kvtier.events import note
 from kvtier.storage_backends.memory import MemoryStore
+from kvtier.testing.hands import Hands
 from kvtier.testing.records import make_record
 from kvtier.tiers import tier as module
 from kvtier.tiers.ailments import IN_A_ROW
@@ -27,20 +28,13 @@ VERBS = ("read", "write", "delete", "contains")
 # ---------------------------------------------------------------------------- the breaker by itself
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def clock() -> Hands:
+    return Hands(0.0)
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def breaker(clock: Clock) -> Breaker:
+def breaker(clock: Hands) -> Breaker:
     return Breaker(clock)
 
 
@@ -61,7 +55,7 @@ def test_it_opens_at_the_fifth_failure_in_a_row(breaker: Breaker):
     assert not breaker.allow()
 
 
-def test_it_rests_then_lets_one_call_try(breaker: Breaker, clock: Clock):
+def test_it_rests_then_lets_one_call_try(breaker: Breaker, clock: Hands):
     opened(breaker)
     clock.now += REST_SECONDS - 0.001
     assert not breaker.allow()
@@ -71,7 +65,7 @@ def test_it_rests_then_lets_one_call_try(breaker: Breaker, clock: Clock):
     assert not breaker.closed
 
 
-def test_the_one_decides(breaker: Breaker, clock: Clock):
+def test_the_one_decides(breaker: Breaker, clock: Hands):
     opened(breaker)
     for ok in (False, False, True):
         clock.now += REST_SECONDS
@@ -81,7 +75,7 @@ def test_the_one_decides(breaker: Breaker, clock: Clock):
     assert all(breaker.allow() for _ in range(10))
 
 
-def test_calls_that_end_late_keep_it_open_from_then(breaker: Breaker, clock: Clock):
+def test_calls_that_end_late_keep_it_open_from_then(breaker: Breaker, clock: Hands):
     opened(breaker)
     clock.now += REST_SECONDS - 1
     breaker.report(ok=False)

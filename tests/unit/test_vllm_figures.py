@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.connectors.vllm_figures import Changes, Exported, Watched
 from kvtier.metrics import TABLE
-from kvtier.testing.small_recorder import Hands
+from kvtier.testing.hands import Hands
 from kvtier.testing.toy import CHUNK, dram, opened, prompt
 
 DRAM = 'kvtier_hit_tokens_total{tier="dram"}'
@@ -18,7 +18,7 @@ PARTS = 'kvtier_tier_parts{tier="dram"}'
 
 @pytest.fixture
 def clock():
-    return Hands()
+    return Hands(50.0)
 
 
 @pytest.fixture

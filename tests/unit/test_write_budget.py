@@ -14,7 +14,8 @@ from kvtier.metrics import Metrics
 from kvtier.opening import open_tiers
 from kvtier.seams import ThreadFlow
 from kvtier.storage_backends.memory import MemoryStore
-from kvtier.testing.small_catalog import Clock, chain
+from kvtier.testing.hands import Hands
+from kvtier.testing.small_catalog import chain
 from kvtier.testing.small_spill import FOOTPRINT
 from kvtier.testing.toy import NAMESPACE
 from kvtier.tiers.budget import WriteBudget
@@ -26,7 +27,7 @@ DAY = 86_400.0
 
 
 def test_a_budget_is_full_at_first_and_refilled_with_time():
-    clock = Clock()
+    clock = Hands()
     budget = WriteBudget(1000, clock)
     assert budget.left == 1000
     budget.spend(1000)
@@ -41,7 +42,7 @@ def test_a_budget_is_full_at_first_and_refilled_with_time():
 
 
 def test_a_budget_is_short_below_half():
-    budget = WriteBudget(1000, Clock())
+    budget = WriteBudget(1000, Hands())
     budget.spend(500)
     assert not budget.short
     budget.spend(1)
@@ -49,7 +50,7 @@ def test_a_budget_is_short_below_half():
 
 
 def test_an_unlimited_budget_is_never_short():
-    clock = Clock()
+    clock = Hands()
     budget = WriteBudget(math.inf, clock)
     budget.spend(1 << 60)
     clock.now += DAY
@@ -98,7 +99,7 @@ USUAL = {
 )
 def test_what_a_tier_does_when_nothing_is_said(capabilities, capacity, admission, a_day):
     setting = TierConfig("memory", "", capacity, store=Store(capabilities))
-    tiers = open_tiers(Config(1 << 20, (setting,)), ThreadFlow(), Metrics(), Clock(), [4096])
+    tiers = open_tiers(Config(1 << 20, (setting,)), ThreadFlow(), Metrics(), Hands(), [4096])
     assert (tiers[1].admission, tiers[1].writes.a_day) == (admission, a_day)
     tiers[1].close()
 

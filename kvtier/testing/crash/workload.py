@@ -28,6 +28,7 @@ from kvtier.storage_backends.slab import FileIO, Segment
 from kvtier.storage_backends.slab_batch import Batch
 from kvtier.storage_backends.slab_files import SegmentFiles
 from kvtier.storage_backends.slab_index import IndexFull, unpack_entry
+from kvtier.testing.hands import Hands
 from kvtier.testing.records import make_record
 from kvtier.tiers.store import Status, Write
 
@@ -38,16 +39,6 @@ HEALED: Final = b"H\n"
 _QUARANTINE: Final = 30.0
 _SIZES: Final = (5_000, 90_000, 30_000, 5_000)
 _BATCH: Final = 3
-
-
-class Clock:
-    """A clock that stands until it is set."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        """Return the seconds."""
-        return self.now
 
 
 @functools.cache
@@ -69,13 +60,13 @@ def open_store(
     folder: Path,
     durability: str,
     io: FileIO | None = None,
-    clock: Clock | None = None,
+    clock: Hands | None = None,
     capacity: int = CAPACITY,
 ) -> LmdbSlabStore:
     """Open the store of a folder."""
     io = io or FileIO()
     io.syncs = 1  # on this thread, which is traced
-    return LmdbSlabStore(folder, capacity, durability=durability, io=io, clock=clock or Clock())
+    return LmdbSlabStore(folder, capacity, durability=durability, io=io, clock=clock or Hands(0.0))
 
 
 # ---- writing
@@ -96,7 +87,7 @@ def work(
     full, so that records go for a new one.
     """
     with _noted(folder) as log:
-        clock = Clock()
+        clock = Hands(0.0)
         writer = _Writer(open_store(folder, durability, io, clock), log, clock, seed)
         for turn in range(turns):
             if fills and turn % 4 == 1:
@@ -109,7 +100,7 @@ def work(
 def work_on_a_bad_disk(folder: Path, durability: str, turns: int, seed: int) -> None:
     """Do the same where calls fail; after the note HEALED they do not, and all has to work."""
     with _noted(folder) as log:
-        clock = Clock()
+        clock = Hands(0.0)
         try:
             writer = _Writer(open_store(folder, durability, None, clock), log, clock, seed)
         except ConfigError:
@@ -149,7 +140,7 @@ def prefill(folder: Path, durability: str) -> None:
 
 
 class _Writer:
-    def __init__(self, store: LmdbSlabStore, log: int, clock: Clock, seed: int) -> None:
+    def __init__(self, store: LmdbSlabStore, log: int, clock: Hands, seed: int) -> None:
         self.store = store
         self._log = log
         self._clock = clock

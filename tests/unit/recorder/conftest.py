@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from kvtier.testing.small_recorder import Hands, recorders
+from kvtier.testing.hands import Hands
+from kvtier.testing.small_recorder import recorders
 
 
 @pytest.fixture
 def clock() -> Hands:
-    return Hands()
+    return Hands(50.0)
 
 
 @pytest.fixture

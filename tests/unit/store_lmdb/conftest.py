@@ -13,6 +13,7 @@ from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.slab_index import Entry, Index
 from kvtier.storage_backends.slab_pages import IndexPages
 from kvtier.storage_backends.slab_repair import verify
+from kvtier.testing.hands import Hands
 from kvtier.testing.records import fetch, is_exact, make_record
 from kvtier.tiers.store import Status, Write
 from kvtier.tiers.survey import Verdict
@@ -22,21 +23,12 @@ OK, ABSENT = Status.OK, Status.ABSENT
 SIZES = (3000, 50_000, 200_000, 50_000)
 
 
-class Clock:
-    """A clock that stands until it is set."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Opener:
     """Opens stores in one folder, looks at it from outside, and closes them after the test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.clock = Clock()
+        self.clock = Hands(0.0)
         self.stores: list[LmdbSlabStore] = []
 
     def __call__(self, capacity: int = 16 << 20, **options: object) -> LmdbSlabStore:
