@@ -96,9 +96,8 @@ def gpu() -> Finding:
         said = " ".join((ran.stderr or ran.stdout).split())
         return Finding("gpu", "missing", f"nvidia-smi says: {said or 'nothing'}", means, remedy)
     found = "; ".join(line.split(" (UUID")[0] for line in ran.stdout.strip().splitlines())
-    return Finding(
-        "gpu", "limited", found, "kvtier has no use for it yet: the engine runs on the CPU"
-    )
+    means = "`--device cuda` computes and copies there, which has not run on any GPU yet"
+    return Finding("gpu", "limited", found, means, "try `kvtier doctor --device`")
 
 
 def memory_lock(wanted: int) -> Finding:

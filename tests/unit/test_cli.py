@@ -255,7 +255,7 @@ def test_a_full_disk_is_not_blamed_on_the_file_system(monkeypatch, tmp_path):
     assert "O_DIRECT" not in found.found
 
 
-def test_a_gpu_is_found_and_not_promised_to_be_used(monkeypatch, tmp_path):
+def test_a_gpu_is_found_and_no_more_promised_than_is_known(monkeypatch, tmp_path):
     command = tmp_path / "nvidia-smi"
     command.write_text("#!/bin/sh\necho 'GPU 0: Model (UUID: x)'\n")
     command.chmod(0o755)
@@ -263,4 +263,5 @@ def test_a_gpu_is_found_and_not_promised_to_be_used(monkeypatch, tmp_path):
     found = probes.gpu()
     assert found.state == "limited"
     assert "Model" in found.found
-    assert "the engine runs on the CPU" in found.means
+    assert "has not run on any GPU yet" in found.means
+    assert "doctor --device" in found.change

@@ -7,11 +7,15 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+import torch
 
+from kvtier.copier import Pages
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.layout import bytes_at
 from kvtier.device.paths import DEFAULT
 from kvtier.errors import ConfigError
+from kvtier.identity.geometry import Component, Geometry
+from kvtier.identity.record import PartName
 from kvtier.memory.arena import Arena
 from kvtier.testing.cpu_driver import CpuDriver
 
@@ -75,3 +79,36 @@ def test_memory_that_is_gone_is_let_go_when_other_memory_is_pinned(device, drive
     arena.close()
     device.pin(other)
     assert driver.pinned == {other.ctypes.data: 4096}
+
+
+# ------------------------------------------------------------- at registration, never at a copy
+
+GEOMETRY = Geometry((Component(2, 1, 8),), block_tokens=(4,), chunk_tokens=8)
+SHAPE = (2, 2, 5, 4, 1, 8)
+
+
+def bound(device, tensor):
+    with closing(Arena(1 << 16, [GEOMETRY.part_bytes(PartName(0))])) as arena:
+        return Pages(GEOMETRY, arena, [tensor], device)
+
+
+def test_memory_that_is_refused_is_told_when_kv_is_bound(device, driver):
+    assert bound(device, np.zeros(SHAPE, np.uint16))
+    driver.refuses = True
+    with pytest.raises(ConfigError, match="not pinned"):
+        bound(device, np.zeros(SHAPE, np.uint16))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "said"),
+    [
+        (torch.zeros(*SHAPE[:-1], 16).half()[..., ::2], "gaps"),
+        (torch.zeros(4, 2, *SHAPE[2:]).half()[::2].transpose(0, 1), "evenly"),
+        (torch.zeros(2, 2, *SHAPE[3:]).half()[:, :, None].expand(SHAPE), "share bytes"),
+        (torch.zeros(2, 2, 5, 4, 1, 9).half(), "planes"),
+        (torch.zeros(SHAPE).float(), "planes"),
+    ],
+)
+def test_tensors_that_are_not_as_declared_are_told_when_they_are_bound(device, tensor, said):
+    with pytest.raises(ConfigError, match=said):
+        bound(device, tensor)

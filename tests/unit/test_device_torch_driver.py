@@ -169,6 +169,22 @@ def test_a_batched_copy_has_a_context_on_any_thread(made):
 # ------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.parametrize(
+    ("tensor", "where"),
+    [
+        (torch.zeros(3), "on cpu"),
+        (torch.zeros(3, device="meta"), "on meta"),
+        (SimpleNamespace(device=torch.device("cuda", 0)), "on cuda:0"),
+        ([1, 2], "a list"),
+    ],
+    ids=["cpu", "meta", "another GPU", "no tensor"],
+)
+def test_tensors_of_elsewhere_are_refused_when_they_are_registered(made, tensor, where):
+    driver = made(Cupy())
+    with pytest.raises(ConfigError, match=rf"for cuda:1 needs KV tensors .* not {where}"):
+        driver.own(tensor)
+
+
 def test_pinned_memory_that_the_system_refuses_is_told_with_its_remedy(made):
     cupy = Cupy()
     driver = made(cupy)
