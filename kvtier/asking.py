@@ -46,8 +46,16 @@ class Asking:
         self._under_way: dict[tuple[RecordId, RecordId], tuple[asyncio.Task[bool], Deadline]] = {}
 
     def worth(self, name: RecordId) -> bool:
-        """Say whether a shared tier may have a part that the index does not know."""
-        return bool(self._shared) and self._probe.due(name)
+        """Say whether a shared tier may have a part that the index does not know.
+
+        Those that are left alone would not be asked: to remember that as an answer would keep the
+        prompt from being asked for once they are back.
+        """
+        return not self._rest() and self._probe.due(name)
+
+    def _rest(self) -> bool:
+        """Say whether there is no tier that would be asked."""
+        return all(tier.silent for tier in self._shared.values())
 
     def asked(self, name: RecordId) -> str:
         """Tell whether the shared tiers were asked for a part that the index does not know.
@@ -57,6 +65,9 @@ class Asking:
         found = self._probe.asked(name)
         if not self._shared:
             return ""
+        if found is None and self._rest():
+            whys = "; ".join(filter(None, (tier.ails for tier in self._shared.values())))
+            return f" {self._named(self._shared)} does not answer{whys and f' ({whys})'}."
         if found is None:
             return f" {self._named(self._shared)} was not asked yet; a fetch asks."
         seconds, missed = found

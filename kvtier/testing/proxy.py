@@ -133,12 +133,14 @@ class DelayProxy:
         self._half = delay_s / 2
 
     def hang_up(self) -> None:
-        """End all connections, in order; clients may come again."""
-        self._loop.call_soon_threadsafe(self._hang_up)
+        """End all connections, in order; clients may come again. Blocks until it is done."""
+        asyncio.run_coroutine_threadsafe(self._hang_up(), self._loop).result(30.0)
 
-    def _hang_up(self) -> None:
+    async def _hang_up(self) -> None:
         for writer in tuple(self._clients):
             writer.close()
+        await asyncio.sleep(0)  # the loop ends what it was told to close in its next turn
+        await asyncio.sleep(0)
 
     def _fault_of(self, head: bytes) -> Fault:
         """Draw what becomes of a request. On the loop."""

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import kvtier
+from kvtier.asking import Asking
 from kvtier.config import Config, TierConfig
 from kvtier.testing.faults import FaultyStore, Rates
 from kvtier.testing.hands import Hands
@@ -84,6 +85,37 @@ def test_a_remote_that_answers_no_more_is_left_alone_and_comes_back(engines, rem
     store.rates = Rates()
     clock.now += 5.0
     assert toy.load("alive", tokens)[::2] == (TOKENS, True)
+
+
+def asked_for_while_it_rests(engines, remote) -> tuple[int, str, int]:
+    """Ask for what another host has stored, once while the remote is left alone, and once after.
+
+    Returns what is offered then and now, and what explain says in between.
+    """
+    tokens = prompt(TOKENS + 1)
+    put(engines(remote), "save", tokens)
+    store, clock = Remote(remote, random.Random(1), Rates(unavailable=1.0)), Hands()
+    toy = engines(store, clock=clock)
+    for turn in range(5):
+        assert toy.load(f"dead-{turn}", prompt(TOKENS + 1, 100 + turn))[0] == 0
+    clock.now += 4.5
+    resting = toy.load("resting", tokens)[0]
+    said = toy.cache.explain(tokens).end.why
+    store.rates = Rates()
+    clock.now += 0.5
+    return resting, said, toy.load("alive", tokens)[0]
+
+
+def test_what_is_asked_for_while_a_remote_rests_is_found_as_soon_as_it_is_back(engines, remote):
+    """It was not asked: no answer of it is remembered."""
+    resting, said, alive = asked_for_while_it_rests(engines, remote)
+    assert (resting, alive) == (0, TOKENS)
+    assert said.startswith("never seen, or gone for long. disk does not answer (look up: ")
+
+
+def test_asked_while_it_rests_it_would_be_missing_for_longer(engines, remote, monkeypatch):
+    monkeypatch.setattr(Asking, "worth", lambda self, name: self._probe.due(name))
+    assert asked_for_while_it_rests(engines, remote)[::2] == (0, 0)
 
 
 def test_a_remote_that_hangs_is_a_miss_by_the_deadline(engines, remote):

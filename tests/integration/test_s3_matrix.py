@@ -14,6 +14,7 @@ import pytest
 from kvtier.errors import ConfigError, Unavailable
 from kvtier.identity.record import checksum
 from kvtier.storage_backends.s3 import S3Store
+from kvtier.testing.bounded import own_clock
 from kvtier.testing.proxy import CHAOS, DelayProxy, Fault
 from kvtier.testing.records import make_record
 from kvtier.testing.tls import self_signed
@@ -34,6 +35,7 @@ HEAL_SECONDS = 30.0
 REST_SECONDS = 1.0  # of the breaker, and of what was found to be absent: in place of five
 FAULTS = [fault for fault in Fault if fault is not Fault.NONE]
 TOKENS = 400
+SHORT = 80  # tokens of a prompt that is looked up by one request, which a busy machine answers
 
 
 @pytest.fixture
@@ -61,12 +63,12 @@ def read(store: S3Store, records: list[Write]) -> list[Status]:
 
 def in_time(call: Callable[[], list[Status]]) -> list[Status]:
     """Return what a call says, FAILED if it raises Unavailable; it must end in time."""
-    began = time.monotonic()
+    began = own_clock()
     try:
         said = call()
     except Unavailable:
         said = [Status.FAILED]
-    assert time.monotonic() - began < BOUND
+    assert own_clock() - began < BOUND
     return said
 
 
@@ -186,11 +188,10 @@ def alert() -> Iterator[int]:
 
 
 def cause(location: str, endpoint: str) -> str:
-    given = {"endpoint": endpoint, "connect_timeout": CONNECT, "read_timeout": READ}
-    began = time.monotonic()
+    began = own_clock()
     with pytest.raises(ConfigError) as refused:
-        S3Store.open(location, None, given)
-    assert time.monotonic() - began < BOUND
+        S3Store.open(location, None, {"endpoint": endpoint})
+    assert own_clock() - began < BOUND
     return str(refused.value)
 
 
@@ -250,6 +251,13 @@ def test_every_verb_by_tls_and_where_its_certificate_is_another(
 
 
 @pytest.fixture
+def impatient(monkeypatch) -> None:
+    """Ask again soon after a failure, and after an absence."""
+    monkeypatch.setattr(breaker, "REST_SECONDS", REST_SECONDS)
+    monkeypatch.setattr("kvtier.catalog.probe._TTL_SECONDS", REST_SECONDS)
+
+
+@pytest.fixture
 def toys(s3_location, proxy) -> Iterator[Callable[..., Toy]]:
     """Open toy engines on the bucket, behind the proxy, that do not wait long unless told to."""
     made: list[Toy] = []
@@ -284,6 +292,7 @@ COUNTED = {
 }
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("fault", COUNTED, ids=[fault.value for fault in COUNTED])
 def test_every_fault_is_a_counted_miss_of_a_cache(proxy, toys, fault):
     tokens = prompt(TOKENS)
@@ -299,12 +308,13 @@ def test_every_fault_is_a_counted_miss_of_a_cache(proxy, toys, fault):
         lease.release()
     if fault is not Fault.HALF:
         assert lease is None
-    for turn in range(2):
-        _, _, exact = toy.load(f"bad-{turn}", tokens)
-        assert exact
-    get = toy.cache.metrics.get
-    counted = sum(get("tier_faults", tier="s3", reason=cause) for cause in COUNTED[fault])
-    assert counted >= 1 or fault is Fault.HALF
+    get, late, turn = toy.cache.metrics.get, time.monotonic() + HEAL_SECONDS, itertools.count()
+    counted = 0.0
+    while not counted:  # a busy machine is silent at times, which counts as another cause
+        toy.cache.clear("dram")  # where all came in spite of it
+        assert toy.load(f"bad-{next(turn)}", tokens)[2]
+        counted = sum(get("tier_faults", tier="s3", reason=cause) for cause in COUNTED[fault])
+        assert time.monotonic() < late
     proxy.inject(Fault.NONE)
 
 
@@ -321,13 +331,12 @@ def settled(proxy: DelayProxy) -> int:
     return asked
 
 
+@pytest.mark.usefixtures("impatient")
 @pytest.mark.parametrize("fault", [Fault.UNAVAILABLE, Fault.DENIED, Fault.HANG])
 def test_five_failed_calls_open_the_breaker_and_it_closes_when_the_server_is_back(
-    proxy, toys, fault, monkeypatch
+    proxy, toys, fault
 ):
-    monkeypatch.setattr(breaker, "REST_SECONDS", REST_SECONDS)
-    monkeypatch.setattr("kvtier.catalog.probe._TTL_SECONDS", REST_SECONDS)
-    tokens = prompt(TOKENS)
+    tokens = prompt(SHORT)
     toys("").save("a", tokens)
     toy = toys()
     proxy.inject(fault)

@@ -51,9 +51,15 @@ def proxy(s3_server):
 
 
 @pytest.fixture
-def store(s3_hasty, proxy) -> S3Store:
-    """Return a store behind the proxy that does not wait long."""
-    return s3_hasty(endpoint=proxy.endpoint, connect_timeout=CONNECT, read_timeout=READ)
+def store_for(s3_open, s3_hasty, proxy):
+    """Return a store behind the proxy; where that is to be silent, one that does not wait long."""
+
+    def opened(fault: Fault) -> S3Store:
+        if fault is not Fault.HANG:
+            return s3_open(endpoint=proxy.endpoint)
+        return s3_hasty(endpoint=proxy.endpoint, connect_timeout=CONNECT, read_timeout=READ)
+
+    return opened
 
 
 # ------------------------------------------------------------------------------------- weather
@@ -64,8 +70,8 @@ ONE = [Fault.RESET, Fault.SHORT]
 
 @pytest.mark.parametrize("size", [10_000, TWO_RANGES])
 @pytest.mark.parametrize("fault", [*WHOLE, *ONE, Fault.XML_ERROR])
-def test_a_failed_get_is_never_a_hit_and_returns_in_time(proxy, store, s3_open, fault, size):
-    each = make_record(1, size)
+def test_a_failed_get_is_never_a_hit_and_returns_in_time(proxy, store_for, s3_open, fault, size):
+    each, store = make_record(1, size), store_for(fault)
     assert s3_open().write_many([each]) == [Status.OK]
     proxy.inject(fault, "GET")
     asked, began = proxy.requests, time.monotonic()
@@ -81,15 +87,18 @@ def test_a_failed_get_is_never_a_hit_and_returns_in_time(proxy, store, s3_open, 
 
 
 @pytest.mark.parametrize("fault", [Fault.HANG, Fault.UNAVAILABLE, Fault.DENIED])
-def test_a_failed_put_is_never_visible(proxy, store, s3_open, s3_objects, fault):
-    each = make_record(1, 3 * MIB)
+def test_a_failed_put_is_never_visible(proxy, store_for, s3_open, s3_objects, fault):
+    each, store = make_record(1, 3 * MIB), store_for(fault)
     proxy.inject(fault, "PUT")
-    for _ in range(2):
-        asked, began = proxy.requests, time.monotonic()
+    late, puts = time.monotonic() + 30.0, 0
+    while puts < 2:  # the look before it may fail, too, where a busy machine is silent
+        asked, broken, began = proxy.requests, proxy.broken[fault], time.monotonic()
         with pytest.raises(Unavailable):
             store.write_many([each])
         assert time.monotonic() - began < DEADLINE
-        assert 1 < proxy.requests - asked <= 1 + ATTEMPTS, "a look, and the attempts"
+        assert 1 <= proxy.requests - asked <= 1 + ATTEMPTS, "a look, and the attempts"
+        puts += proxy.broken[fault] > broken
+        assert time.monotonic() < late
     proxy.inject(Fault.NONE)
     assert s3_objects.listed() == []
     direct = s3_open()
@@ -110,7 +119,8 @@ def test_one_bad_record_does_not_spoil_the_others(proxy, s3_open):
     assert store.delete_many([each.header.id for each in records]) == expected
 
 
-def test_a_storm_of_503_is_not_answered_with_a_storm_of_retries(proxy, store):
+def test_a_storm_of_503_is_not_answered_with_a_storm_of_retries(proxy, store_for):
+    store = store_for(Fault.UNAVAILABLE)
     proxy.inject(Fault.UNAVAILABLE)
     before = proxy.requests
     for _ in range(3):
@@ -119,7 +129,8 @@ def test_a_storm_of_503_is_not_answered_with_a_storm_of_retries(proxy, store):
     assert proxy.requests - before <= 3 * ATTEMPTS
 
 
-def test_a_batch_waits_for_a_dead_server_once(proxy, store):
+def test_a_batch_waits_for_a_dead_server_once(proxy, store_for):
+    store = store_for(Fault.HANG)
     proxy.inject(Fault.HANG)
     began = time.monotonic()
     with pytest.raises(Unavailable):
