@@ -11,7 +11,7 @@ near       batched copies of runs about 28 KiB, where an H100 falls
 overlap    80 products of 8192 x 8192 matrices in bf16, alone and beside copies of each way
 layers     which part of a load's bytes has landed when what waits for its first layers begins
 ttft       a prompt recomputed, loaded whole, and loaded layer by layer under 32 random layers
-order      what stores and loads must wait for, with the GPU made to sleep; and without waiting
+order      what copies and compute must wait for: see ``device_order.py``
 engine     the reference engine on the GPU: see ``engine_gpu.py``
 """
 
@@ -26,6 +26,7 @@ from contextlib import closing
 from typing import Any
 
 import numpy as np
+from device_order import Hazards
 from device_sizes import HERE, KIB, Layer, Sizes, machine
 from engine_gpu import milliseconds, on_gpu
 
@@ -317,38 +318,11 @@ class Bench:
         return {"tokens": found, "break_even_at_most": min(wins, default=None)}
 
     def step_order(self) -> dict[str, dict[str, bool]]:
-        """Let the GPU sleep before it writes; say whether bytes were right, waiting and not."""
-        torch, found = self.torch, {}
-        kv = torch.zeros(4, 8, 1 << 16, dtype=torch.uint8, device="cuda")
-        pages = self.device.pages(kv, 4, 1 << 16)
-        slot = self.arena[: 4 * 2 << 16].reshape(4, 2, 1 << 16)
-        read = torch.tensor([1, 5], device="cuda")  # here: to bring it there waits for the GPU
-        for choice in self.choices():
-            self.device.way, right = choice, {}
-            for waits in (True, False):
-                kv.zero_()
-                slot[:] = 5
-                torch.cuda.synchronize()
-                torch.cuda._sleep(self.sizes.sleep)  # noqa: SLF001  (there is no public one)
-                kv.fill_(7)
-                after = [self.device.host_fence()] if waits else []
-                copy = Copy(pages, [1, 5], slot)
-                self.device.gather(self.device.stream("store"), [copy], after).wait(SECONDS)
-                torch.cuda.synchronize()
-                right[f"store after compute, {'waiting' if waits else 'not waiting'}"] = bool(
-                    (slot == 7).all()
-                )
-                slot[:] = 9
-                torch.cuda._sleep(self.sizes.sleep)  # noqa: SLF001  (there is no public one)
-                seen = kv.index_select(1, read)
-                after = [self.device.host_fence()] if waits else []
-                *_, landed = self.device.scatter(self.device.stream("load"), [[copy]], after)
-                landed.wait(SECONDS)
-                torch.cuda.synchronize()
-                right[f"load after its reader, {'waiting' if waits else 'not waiting'}"] = bool(
-                    (seen == 7).all()
-                )
-            found[title(choice)] = right
+        """Say of each hazard whether bytes were right, waiting and not."""
+        hazards, found = Hazards(self.torch, self.device, self.arena, self.sizes.sleep), {}
+        for choice in [one for one in self.choices() if one.way != "direct"] + [Choice("direct")]:
+            self.device.way = choice
+            found[title(choice)] = hazards.all()
         return found
 
     def step_engine(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -68,14 +69,17 @@ class Cuda:
 
     def __init__(self, driver):
         self._driver = driver
+        self._on = None
 
     def synchronize(self):
         for stream in self._driver._streams:
             assert stream.record().wait(SECONDS)
 
+    @contextlib.contextmanager
     def stream(self, stream):
-        del stream
-        return contextlib.nullcontext()
+        self._on = stream
+        yield
+        self._on = None
 
     def current_stream(self):
         return Now()
@@ -84,7 +88,11 @@ class Cuda:
         pass
 
     def _sleep(self, cycles):
-        time.sleep(cycles / 2e9)
+        sleep = partial(time.sleep, cycles / 2e9)
+        if isinstance(self._on, CpuStream):
+            self._on.enqueue(sleep)
+        else:
+            sleep()
 
 
 class Torch:
@@ -110,7 +118,7 @@ def scripts(monkeypatch):
     import engine_gpu
 
     yield device_gpu, device_sizes, engine_gpu
-    for name in ("device_gpu", "device_sizes", "engine_gpu"):
+    for name in ("device_gpu", "device_sizes", "device_order", "engine_gpu"):
         del sys.modules[name]
 
 
@@ -141,10 +149,11 @@ def test_each_step_of_what_a_gpu_is_measured_by_runs(scripts, monkeypatch):
     assert all(one["copies_gb_per_s"] > 0 for key, one in found["overlap"].items() if "," in key)
     assert found["ttft"]["tokens"].keys() == {"32"}
     assert found["engine"]
+    assert len(found["order"]) == 3
     for rows in found["order"].values():
         waited = {name: right for name, right in rows.items() if name.endswith(", waiting")}
-        assert len(waited) == 2
-        assert all(waited.values())
+        assert len(waited) == 9
+        assert all(waited.values()), waited
 
 
 def test_a_step_that_fails_is_told_and_the_others_are_run(scripts, monkeypatch, capsys):
