@@ -2,9 +2,10 @@
 // for a C++ compiler, which runs it on a CPU (kvtier/testing/on_cpu.h).
 //
 // Runs lie alike on several planes, and are copied on each of them: an address is where the plane
-// begins, plus where the run lies on a plane. begins: of each plane at the target, and then at the
-// source. table: of each run where it lies at the target, at the source, and its bytes; three rows,
-// each of which begins `row` numbers after the one before it.
+// begins, plus where the run lies on a plane. begins: of each plane at the target, and, `all` numbers
+// after it, at the source. table: of each run where it lies at the target, at the source, and its
+// bytes; three rows, each of which begins `row` numbers after the one before it. So of planes and
+// runs that are in a table, some that follow each other can be copied.
 // Addresses are of the device, or of host memory that is mapped into it.
 // Plane by plane, a block of threads takes every gridDim.x-th run, so the grid is the share of SMs
 // that a copy has.
@@ -67,11 +68,12 @@ static __device__ __forceinline__ kvtier_u64 kvtier_units(kvtier_u64 to, kvtier_
 }
 
 extern "C" __global__ void kvtier_copy(const kvtier_u64* begins, const kvtier_u64* table,
-                                       unsigned int planes, unsigned int runs, unsigned int row) {
+                                       unsigned int planes, unsigned int runs, unsigned int all,
+                                       unsigned int row) {
   for (unsigned int work = blockIdx.x; work < planes * runs; work += gridDim.x) {
     const unsigned int plane = work / runs, run = work % runs;
     const kvtier_u64 to = begins[plane] + table[run], nbytes = table[2 * row + run],
-                     from = begins[planes + plane] + table[row + run];
+                     from = begins[all + plane] + table[row + run];
     kvtier_u64 done = kvtier_units<kvtier_vector>(to, from, nbytes);
     if (done == 0) done = kvtier_units<unsigned int>(to, from, nbytes);
     kvtier_units<unsigned char>(to + done, from + done, nbytes - done);

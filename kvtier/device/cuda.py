@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain, product
 from typing import Any, Final
 
@@ -18,16 +18,17 @@ from numpy.typing import NDArray
 
 from kvtier.clock import monotonic
 from kvtier.device.base import Copy, Fence, Role, Stream
-from kvtier.device.descriptors import Numbers, Runs, allocated, joined
-from kvtier.device.driver import Buffer, Driver, Event, Work
+from kvtier.device.descriptors import Runs, joined
+from kvtier.device.driver import Driver, Work
 from kvtier.device.layout import byte_pages
 from kvtier.device.paths import LINK_BYTES, Choice, Table
 from kvtier.device.pinning import Pinned
 from kvtier.device.spread import Spread, spreads
 from kvtier.device.staging import Lot, Stage, Staged
+from kvtier.device.turns import TABLE_PLANES, TABLE_RUNS, CudaFence, CudaStream
 from kvtier.errors import ConfigError, MisuseError
 
-__all__ = ["CudaDevice", "CudaFence", "CudaStream"]
+__all__ = ["CudaDevice"]
 
 IN_FLIGHT: Final = 64
 """Operations of one stream that are enqueued at a time. With some 1,000 an A100's queue is full,
@@ -35,114 +36,18 @@ and to enqueue takes 180 us and not 2: vllm-project/vllm#29013."""
 STAGING_BYTES: Final = 32 << 20
 _FEW_COPIES: Final = 8
 """Over the link, of one staged copy, whose length is not looked at."""
-_TABLE_RUNS: Final = 5461
-"""Of one operation; a copy of more is several. A larger table would have to be allocated when it
-comes, or be there, pinned, 64 times for each stream."""
-_TABLE_PLANES: Final = 1024
 _LEAST_IN_FLIGHT: Final = 2
 _ROWS: Final = 3  # of what a batched copy takes
-_TABLE_BYTES: Final = _TABLE_RUNS * 24 + _TABLE_PLANES * 16
-_SCRATCH_BYTES: Final = 1 << 20
 _CLOSE_SECONDS: Final = 10.0
-_LOOK_SECONDS: Final = 50e-6
-_PAUSE: Final = threading.Event()  # never set
 _log = logging.getLogger("kvtier")
 
 
-class CudaFence:
-    """See Fence."""
+class _Tables(contextlib.ExitStack):
+    """What launches the kernel on planes of some runs, by those; lent until a call has ended."""
 
-    __slots__ = ("event",)
-
-    def __init__(self, event: Event) -> None:
-        self.event = event
-
-    def done(self) -> bool:
-        """See Fence."""
-        return self.event.done()
-
-    def wait(self, timeout: float) -> bool:
-        """See Fence."""
-        until = monotonic() + timeout
-        while not self.event.done():
-            if monotonic() >= until:
-                return False
-            _PAUSE.wait(_LOOK_SECONDS)
-        return True
-
-
-class CudaStream:
-    """See Stream. Of one CudaDevice: `handle` is the driver's."""
-
-    def __init__(self, driver: Driver, handle: Any, in_flight: int) -> None:
-        self.handle = handle
-        self.closed = False
-        self._driver = driver
-        # All at once, and here: to allocate between copies may wait for all that a GPU does.
-        host = driver.host(in_flight * _TABLE_BYTES).reshape(in_flight, _TABLE_BYTES)
-        there = driver.memory(host.nbytes, handle)
-        self._turns = [_Turn(one, there, at * _TABLE_BYTES) for at, one in enumerate(host)]
-        self._count = 0
-        # Memory that the system has just given costs more to touch than all that is planned in it.
-        self._scratch = np.zeros(_SCRATCH_BYTES // 8, np.uint64)
-
-    def room(self, count: int) -> Numbers:
-        """Return memory for so many numbers, good until the next call."""
-        fits = count <= len(self._scratch)
-        return self._scratch[:count] if fits else allocated(count)
-
-    def record(self) -> CudaFence:
-        """See Stream."""
-        return CudaFence(self._driver.record(self.handle))
-
-    def wait(self, fence: Fence) -> None:
-        """See Stream. A fence of no GPU has to be done. Raises MisuseError, or what it raises."""
-        if isinstance(fence, CudaFence):
-            self._driver.wait(self.handle, fence.event)
-        elif not fence.done():
-            raise MisuseError(
-                f"a GPU cannot wait for {fence!r}, which is not done: wait for it on the host first"
-            )
-
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[_Turn]:
-        """Lend what one operation needs until it has ended; wait for the oldest where all are lent.
-
-        What is lent is the operation's alone until its event: nothing that it reads later on is
-        changed, or given back, before.
-        """
-        while (turn := self._turns[self._count % len(self._turns)]).lent:
-            self._count += 1
-        self._count += 1
-        while turn.event is not None and not _ended(turn.event):
-            _PAUSE.wait(_LOOK_SECONDS)
-        turn.lent = True
-        try:
-            yield turn
-        finally:
-            turn.lent = False
-            turn.event = self._driver.record(self.handle)
-
-
-class _Turn:
-    """What one operation in flight owns: a table, on both sides. there: from `at` on."""
-
-    def __init__(self, host: NDArray[np.uint8], there: Buffer, at: int) -> None:
-        self.event: Event | None = None
-        self.lent = False
-        self._host = host.view(np.uint64)
-        self._there = there
-        self._at = at
-
-    def table(self, rows: Sequence[Numbers]) -> Numbers:
-        """Return a table of rows, one after another, on the host."""
-        return np.concatenate(rows, out=self._host[: sum(map(len, rows))])
-
-    def upload(self, driver: Driver, stream: Any, table: Numbers) -> int:
-        """Enqueue a copy of that table to the GPU; return its address there."""
-        address = self._there.address + self._at
-        driver.copy(stream, address, table.ctypes.data, table.nbytes)
-        return address
+    def __init__(self) -> None:
+        super().__init__()
+        self.known: dict[int, Callable[[range, int], None]] = {}
 
 
 class CudaDevice:
@@ -218,7 +123,8 @@ class CudaDevice:
         (planned,) = self._planned([copies])
         for fence in after:
             mine.wait(fence)
-        self._move(mine, "store", planned, into_slot=True)
+        with _Tables() as tables:
+            self._move(mine, "store", planned, tables, into_slot=True)
         return mine.record()
 
     def scatter(
@@ -230,9 +136,10 @@ class CudaDevice:
         for fence in after:
             mine.wait(fence)
         fences: list[Fence] = []
-        for planned in each:
-            self._move(mine, "load", planned, into_slot=False)
-            fences.append(mine.record())
+        with _Tables() as tables:
+            for planned in each:
+                self._move(mine, "load", planned, tables, into_slot=False)
+                fences.append(mine.record())
         return fences
 
     def close(self) -> None:
@@ -267,7 +174,8 @@ class CudaDevice:
     def _planned(self, groups: Sequence[Sequence[Copy]]) -> list[list[Spread]]:
         """Return the runs of groups, all of whose slots are pinned."""
         each = spreads(groups)
-        for spread in chain.from_iterable(each):
+        wholes = {id(one.whole): one.whole for one in chain.from_iterable(each)}
+        for spread in wholes.values():
             low, high = spread.reach()
             if not self._pinned.covers(low, high):
                 raise MisuseError(
@@ -277,7 +185,13 @@ class CudaDevice:
         return each
 
     def _move(
-        self, stream: CudaStream, role: Role, planned: Sequence[Spread], *, into_slot: bool
+        self,
+        stream: CudaStream,
+        role: Role,
+        planned: Sequence[Spread],
+        tables: _Tables,
+        *,
+        into_slot: bool,
     ) -> None:
         """Enqueue runs, on the way that is best for them."""
         choice = self.way
@@ -287,61 +201,81 @@ class CudaDevice:
         for spread in planned:
             if choice.way == "batch":
                 self._batch(stream, joined(spread.expanded(stream.room)), into_slot=into_slot)
-            elif choice.way == "direct":
-                self._launch(stream, spread.cut(), choice.grid, into_slot=into_slot)
-            else:
-                self._stages(stream, spread, choice.grid, into_slot=into_slot)
+            elif choice.way == "direct" or not self._stages(stream, spread, into_slot=into_slot):
+                self._launch(stream, spread, choice.grid, tables, into_slot=into_slot)
 
     def _batch(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
-        for some in _parts(len(runs), _TABLE_RUNS):
+        for some in _parts(len(runs), TABLE_RUNS):
             with stream.turn() as turn:  # whose table is kept: it may be read after the call
                 table = turn.table(runs.some(some).ends(into_slot=into_slot))
                 self.driver.batch(stream.handle, table.reshape(_ROWS, -1))
 
-    def _launch(self, stream: CudaStream, spread: Spread, grid: int, *, into_slot: bool) -> None:
+    def _launch(
+        self, stream: CudaStream, spread: Spread, grid: int, tables: _Tables, *, into_slot: bool
+    ) -> None:
+        """Copy by the kernel, planes of what other groups have others of by one table for all."""
+        launch = self._shared(stream, spread, tables, into_slot=into_slot)
+        if launch is not None:
+            with stream.turn():  # it is an operation in flight, as each is
+                launch(range(spread.at, spread.at + len(spread.planes[0])), grid)
+            return
+        spread = spread.cut()
         for planes, runs in product(
-            _parts(len(spread.planes[0]), _TABLE_PLANES), _parts(len(spread.runs), _TABLE_RUNS)
+            _parts(len(spread.planes[0]), TABLE_PLANES), _parts(len(spread.runs), TABLE_RUNS)
         ):
             part = Spread(spread.planes[:, planes], spread.runs.some(runs))
-            with self._uploaded(stream, part, into_slot=into_slot) as launch:
-                launch(0, len(part.runs), grid)
+            with self._uploaded(stream, part, into_slot=into_slot) as launched:
+                launched(range(len(part.runs)), range(len(part.planes[0])), grid)
+
+    def _shared(
+        self, stream: CudaStream, spread: Spread, tables: _Tables, *, into_slot: bool
+    ) -> Callable[[range, int], None] | None:
+        """Return what launches the kernel on planes of the whole; None where it has no table."""
+        whole, known = spread.whole, tables.known
+        if whole is not spread and id(whole) not in known and len(known) < stream.in_flight - 1:
+            cut = whole.cut()
+            if len(cut.planes[0]) <= TABLE_PLANES and len(cut.runs) <= TABLE_RUNS:
+                launch = tables.enter_context(self._uploaded(stream, cut, into_slot=into_slot))
+                known[id(whole)] = partial(launch, range(len(cut.runs)))
+        return known.get(id(whole))
 
     @contextlib.contextmanager
     def _uploaded(
         self, stream: CudaStream, spread: Spread, *, into_slot: bool
-    ) -> Iterator[Callable[[int, int, int], None]]:
-        """Enqueue tables; give what launches the kernel on some of the runs, on a grid.
+    ) -> Iterator[Callable[[range, range, int], None]]:
+        """Enqueue a table; give what launches the kernel on some runs and planes, on a grid.
 
         A turn has room for so many runs and planes.
         """
-        planes, row = len(spread.planes[0]), len(spread.runs)
+        count, row = len(spread.planes[0]), len(spread.runs)
         with stream.turn() as turn:
             table = turn.table(spread.rows(into_slot=into_slot))
-            there = turn.upload(self.driver, stream.handle, table)
-            begin = there + 2 * planes * table.itemsize
+            there, item = turn.upload(self.driver, stream.handle, table), table.itemsize
 
-            def launch(first: int, stop: int, grid: int) -> None:
-                runs = stop - first
-                work = Work(there, begin + first * table.itemsize, planes, runs, row)
-                self.driver.launch(stream.handle, work, min(grid, planes * runs))
+            def launch(runs: range, planes: range, grid: int) -> None:
+                begins = there + planes.start * item
+                first = there + (2 * count + runs.start) * item
+                work = Work(begins, first, len(planes), len(runs), count, row)
+                self.driver.launch(stream.handle, work, min(grid, len(planes) * len(runs)))
 
             yield launch
 
-    def _stages(self, stream: CudaStream, spread: Spread, grid: int, *, into_slot: bool) -> None:
+    def _stages(self, stream: CudaStream, spread: Spread, *, into_slot: bool) -> bool:
         """Copy through the GPU's own memory: the kernel there, the copy engine over the link.
 
         All is on one stream, so that one staging buffer is enough: in it nothing meets.
+        False, and nothing is enqueued, for many short pieces.
         """
         staged = Staged(spread)
         if staged.runs > _FEW_COPIES and spread.total < staged.runs * LINK_BYTES:
-            self._launch(stream, spread.cut(), grid, into_slot=into_slot)
-            return
+            return False
         place = (self._staging[stream].address, self._staging_bytes)
-        for stage in staged.stages(*place, _TABLE_PLANES, _TABLE_RUNS):
+        for stage in staged.stages(*place, TABLE_PLANES, TABLE_RUNS):
             first = 0
-            for lots in _few(stage.lots, _TABLE_RUNS):
+            for lots in _few(stage.lots, TABLE_RUNS):
                 self._lots(stream, stage, lots, first, into_slot=into_slot)
                 first = lots[-1].stop
+        return True
 
     def _lots(
         self, stream: CudaStream, stage: Stage, lots: Sequence[Lot], first: int, *, into_slot: bool
@@ -349,24 +283,16 @@ class CudaDevice:
         """Copy lots, of which the first begins with the run `first`, by one table."""
         inner = Spread(stage.inner.planes, stage.inner.runs.some(slice(first, lots[-1].stop)))
         with self._uploaded(stream, inner, into_slot=into_slot) as launch:
-            at = 0
+            at, whole = 0, range(len(inner.planes[0]))
             for lot in lots:
-                work, at = (at, lot.stop - first, self.driver.processors), lot.stop - first
+                work, at = (range(at, lot.stop - first), whole), lot.stop - first
                 if into_slot:
-                    launch(*work)
+                    launch(*work, self.driver.processors)
                 for there, slot, nbytes, planes in lot.link:
                     to, of = (slot, there) if into_slot else (there, slot)
                     self.driver.copy(stream.handle, to, of, nbytes, planes, stage.step)
                 if not into_slot:
-                    launch(*work)
-
-
-def _ended(event: Event) -> bool:
-    """Say whether all before an event has ended, however that went."""
-    try:
-        return event.done()
-    except Exception:  # noqa: BLE001  (the operation's own fence raises it)
-        return True
+                    launch(*work, self.driver.processors)
 
 
 def _parts(count: int, most: int) -> list[slice]:

@@ -19,6 +19,7 @@ class Work(NamedTuple):
     table: int
     planes: int
     runs: int
+    all: int
     row: int
 
 

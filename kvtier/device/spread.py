@@ -54,12 +54,15 @@ class Spread:
     [2, planes]. runs: those on that one; addresses are sums of both, whose overflow wraps.
     first: of each copy the number of its first run, and at last how many runs there are,
     [copies + 1], and no copy is without runs; None: they are of one copy.
+    whole, at: it is `whole` on some planes, from that one on.
     """
 
     def __init__(self, planes: Numbers, runs: Runs, first: Signed | None = None) -> None:
         self.planes = planes
         self.runs = runs
         self.first = np.array([0, len(runs)]) if first is None else first
+        self.whole = self
+        self.at = 0
 
     @property
     def total(self) -> int:
@@ -86,6 +89,14 @@ class Spread:
         steps = int((pages == slots).sum())  # those of slots are all the same
         return planes * len(self.runs) - steps * int((together & lone).sum())
 
+    def on(self, first: int, stop: int) -> Spread:
+        """Return it on some of the planes."""
+        if (first, stop) == (0, len(self.planes[0])):
+            return self
+        found = Spread(self.planes[:, first:stop], self.runs, self.first)
+        found.whole, found.at = self, first
+        return found
+
     def cut(self, most: int = CUT_BYTES) -> Spread:
         """Return it with runs of at most so many bytes. See ``descriptors.cut``."""
         runs = cut(self.runs, most)
@@ -101,6 +112,8 @@ class Spread:
     @cached_property
     def extents(self) -> tuple[list[int], list[int]]:
         """Return of each copy where it begins and ends in its slot, on the plane of the runs."""
+        if self.whole is not self:
+            return self.whole.extents
         begins, last = self.runs.slots, self.first[1:] - 1
         ends = begins[last] + self.runs.nbytes[last]
         return begins[self.first[:-1]].tolist(), ends.tolist()
@@ -172,7 +185,7 @@ def _cut_spreads(groups: PlaneGroups) -> list[list[Spread]]:
     whole = list(zip(alike, spreads(list(alike.values())), strict=True))
     return [
         [
-            Spread(one.planes[:, slice(*cuts[group])], one.runs, one.first)
+            one.on(*cuts[group])
             for cuts, some in whole
             for one in some
             if cuts[group][0] < cuts[group][1]

@@ -201,7 +201,7 @@ class TorchDriver:
                 self._streams[where] = self._external(where)
             with self._streams[where]:
                 tables = map(np.uint64, (work.begins, work.table))
-                counts = map(np.uint32, (work.planes, work.runs, work.row))
+                counts = map(np.uint32, (work.planes, work.runs, work.all, work.row))
                 self._kernel((grid,), (_THREADS,), (*tables, *counts))
 
     def close(self) -> None:

@@ -147,9 +147,9 @@ def _copy_runs(table: int, runs: int) -> None:
 
 
 def _copy_planes(work: Work) -> None:
-    begins = _rows(work.begins, 2, work.planes)
+    begins = [_rows(work.begins + 8 * work.all * row, 1, work.planes)[0] for row in range(2)]
     rows = [_rows(work.table + 8 * work.row * row, 1, work.runs)[0] for row in range(_ROWS)]
-    for plane in begins.T:
+    for plane in zip(*begins, strict=True):
         ends = ((row + begin).tolist() for row, begin in zip(rows, plane, strict=False))
         for to, of, nbytes in zip(*ends, rows[2].tolist(), strict=True):
             _copy(to, of, nbytes)

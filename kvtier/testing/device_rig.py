@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 from kvtier.device.base import Copy, Fence
 from kvtier.device.chaos import POISON, ChaosDevice
 from kvtier.device.cpu import CpuDevice, CpuStream
-from kvtier.device.cuda import CudaDevice, CudaStream
+from kvtier.device.cuda import CudaDevice
 from kvtier.device.paths import DEFAULT, Choice, Way
 from kvtier.device.race import Checked, CheckedStream, Race
 from kvtier.device.stack import stacked
+from kvtier.device.turns import CudaStream
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.layouts import by_planes
 from kvtier.transfer import CopyStatus, CopyTransfer

@@ -35,9 +35,10 @@ namespace kvtier_{number} {{
 #undef kvtier_copy
 extern "C" void kvtier_run_{number}(unsigned int grid, unsigned int block,
     unsigned long long seed, unsigned long long* wrote, const unsigned long long* begins,
-    const unsigned long long* table, unsigned int planes, unsigned int runs, unsigned int row) {{
+    const unsigned long long* table, unsigned int planes, unsigned int runs, unsigned int all,
+    unsigned int row) {{
   kvtier_run(grid, block, seed, wrote,
-             [&] {{ kvtier_{number}::kvtier_copy_{number}(begins, table, planes, runs, row); }});
+  [&] {{ kvtier_{number}::kvtier_copy_{number}(begins, table, planes, runs, all, row); }});
 }}
 """
 _SPARE: Final = {"plain": 4096, "sanitized": 0}  # what sanitizers see behind memory's end
@@ -98,7 +99,8 @@ def _kernel(library: Path, number: int = 0) -> Kernel:
     function.restype = None
     function.argtypes = (
         *(ctypes.c_uint, ctypes.c_uint, ctypes.c_uint64, ctypes.c_void_p),
-        *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint),
+        *(ctypes.c_void_p, ctypes.c_void_p),
+        *(ctypes.c_uint, ctypes.c_uint, ctypes.c_uint, ctypes.c_uint),
     )
     return partial(_run, function)
 
@@ -122,10 +124,12 @@ def _move(
 ) -> None:
     *begins, to, of, nbytes = spread.rows(into_slot=into_slot)
     counts = (len(spread.planes[0]), len(spread.runs))
-    planes, spare = np.concatenate(begins), np.zeros(seed % _SPARE_RUNS, np.uint64)
+    spare = np.zeros(seed % _SPARE_RUNS, np.uint64)
     # A row may be longer than what is looked at, but where memory ends.
+    planes = np.concatenate([begins[0], spare, begins[1]])
     table = np.concatenate([*(row for one in (to, of) for row in (one, spare)), nbytes])
-    work = Work(planes.ctypes.data, table.ctypes.data, *counts, counts[1] + len(spare))
+    rows = (count + len(spare) for count in counts)
+    work = Work(planes.ctypes.data, table.ctypes.data, *counts, *rows)
     wrote = kernel(grid, block, seed, work)
     runs = spread.expanded()
     each = zip(runs.pages.tolist(), runs.slots.tolist(), runs.nbytes.tolist(), strict=True)

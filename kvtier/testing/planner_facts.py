@@ -97,12 +97,16 @@ def _plain_facts() -> bool:
     apart = describe([Copy(pages, (1, 3), slot[:, :2])])
     two = [Copy(pages, some, slot[:, :2]) for some in ((1, 4), (3, 0))]
     whole, flat = spreads([two])[0][0], slot[0, :2][None]
+    last = whole.on(1, 2)
     lone = np.lib.stride_tricks.as_strided(pages, (1, 2, 6, 1, 32), (7, 192, 32, 9, 1))
     return (
         rows == by_hand
         and whole.cut(16).first.tolist() == [0, 4, 8]
         and whole.cut(32) is whole
         and not whole.planes.flags.writeable
+        and whole.on(0, 2) is whole
+        and (last.whole, last.at, last.total) == (whole, 1, whole.total // 2)
+        and last.extents is whole.extents  # what is the same for all planes is found once
         and spreads([[Copy(pages[:0], (1,), slot[:0, :1])]]) == [[]]
         and _rows(describe([Copy(pages[:1], (0, 2), flat)]))
         == [[at, to, 32], [at + 64, to + 32, 32]]

@@ -10,10 +10,10 @@ import torch
 
 from kvtier.device import cuda as module
 from kvtier.device.base import HOLE, Copy, Device, PlaneGroups
-from kvtier.device.chaos import ChaosDevice
 from kvtier.device.cpu import CpuDevice, CpuFence, CpuStream
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.paths import DEFAULT, PATHS, Choice
+from kvtier.device.turns import CudaFence
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.hazards import AT_ONCE, HAZARDS, examine
@@ -206,35 +206,6 @@ def test_no_hazard_spoils_bytes_and_the_checker_finds_each_twin(hazard, way):
     assert found.ordered
 
 
-def crowd(seed: int) -> bool:
-    """Enqueue more than may be in flight, on adverse streams; say whether all bytes are right."""
-    chaos, kv, slots = (
-        ChaosDevice(seed, "lazy"),
-        pages(seed),
-        np.zeros((12, PLANES, 2, BYTES), np.uint8),
-    )
-    driver = CpuDriver(chaos._stream, chaos.compute)
-    device = made(Choice("direct"), driver, in_flight=2)
-    with closing(chaos), closing(device):
-        device.pin(slots)
-        try:
-            for at, slot in enumerate(slots):
-                gather(device, [Copy(kv, (at, at + 3), slot)])
-        finally:
-            device.close()
-    return all(np.array_equal(slot, kv[:, [at, at + 3]]) for at, slot in enumerate(slots))
-
-
-def test_no_table_is_written_anew_before_its_copy_has_read_it():
-    assert all(crowd(seed) for seed in range(10))
-
-
-def test_written_anew_at_once_it_spoils_copies(monkeypatch):
-    """The twin: an operation that does not wait for its turn."""
-    monkeypatch.setattr(module, "_ended", lambda event: True)
-    assert not all(crowd(seed) for seed in range(10))
-
-
 def test_a_call_returns_before_its_copy_and_the_copy_waits_for_its_fence():
     driver, gate = CpuDriver(), CpuFence()
     kv, slots = pages(), np.zeros((PLANES, 2, BYTES), np.uint8)
@@ -242,7 +213,7 @@ def test_a_call_returns_before_its_copy_and_the_copy_waits_for_its_fence():
     with closing(compute), closing(made(Choice("batch"), driver)) as device:
         device.pin(slots)
         compute.wait(gate)
-        fence = gather(device, [Copy(kv, (1, 2), slots)], module.CudaFence(compute.record()))
+        fence = gather(device, [Copy(kv, (1, 2), slots)], CudaFence(compute.record()))
         assert not fence.done()
         assert not fence.wait(0)
         kv[:, 1:3] = 77
@@ -262,30 +233,6 @@ def test_fences_of_the_host_have_to_be_done():
         failed.settle(RuntimeError("the kernel failed"))
         with pytest.raises(RuntimeError, match="kernel failed"):
             gather(device, [], failed)
-
-
-def lent_twice() -> bool:
-    """Say whether what one operation holds is given to another that comes in between."""
-    with closing(made(in_flight=2)) as device:
-        stream = device.stream("store")
-        with stream.turn() as held:
-            others = []
-            for _ in range(4):
-                with stream.turn() as turn:
-                    others.append(turn)
-        return held in others
-
-
-def test_no_table_is_lent_twice():
-    assert not lent_twice()
-
-
-def test_it_would_be_if_nobody_knew_that_it_is_lent(monkeypatch):
-    """The twin."""
-    monkeypatch.setattr(
-        module._Turn, "lent", property(lambda _: False, lambda *_: None), raising=False
-    )
-    assert lent_twice()
 
 
 def test_one_operation_in_flight_is_too_few():
@@ -334,7 +281,7 @@ def test_what_hangs_at_close_stays_pinned(monkeypatch):
     slots = np.zeros((PLANES, 2, BYTES), np.uint8)
     device = made(Choice("batch"), driver)
     device.pin(slots)
-    fence = gather(device, [Copy(pages(), (1, 2), slots)], module.CudaFence(gate))
+    fence = gather(device, [Copy(pages(), (1, 2), slots)], CudaFence(gate))
     device.close()
     assert driver.pinned
     with pytest.raises(MisuseError, match="closed"):

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kvtier.device.base import HOLE, Copy
-from kvtier.device.cuda import CudaFence
 from kvtier.device.layout import bytes_at
 from kvtier.device.paths import PATHS, Choice
 from kvtier.device.torch_driver import cuda_device
+from kvtier.device.turns import CudaFence
 from kvtier.errors import ConfigError
 from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS, by_planes
 

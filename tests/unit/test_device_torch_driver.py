@@ -70,6 +70,10 @@ class Cupy:
     def memcpyAsync(self, to, of, nbytes, kind, stream):  # noqa: N802
         self._said("memcpyAsync", to, of, nbytes, kind, stream)
 
+    def memcpy2DAsync(self, to, to_pitch, of, of_pitch, width, height, kind, stream):  # noqa: N802
+        pitches = (to, to_pitch, of, of_pitch)
+        self._said("memcpy2DAsync", *pitches, width, height, kind, stream)
+
     def RawModule(self, *, path):  # noqa: N802
         self._said("load", Path(path).read_bytes(), self.current)
         return SimpleNamespace(get_function=lambda name: Kernel(self, name, self._threads))
@@ -130,11 +134,12 @@ def test_a_launch_has_the_kernels_types_and_the_streams_own_gpu(made):
     cupy = Cupy()
     driver = made(cupy)
     cupy.calls.clear()
-    work = Work(begins=1 << 40, table=(1 << 40) + 16, planes=2, runs=5, row=7)
+    work = Work(begins=1 << 40, table=(1 << 40) + 16, planes=2, runs=5, all=3, row=7)
     for _ in range(2):
         driver.launch(stream(), work, 8)
     wide, narrow = np.uint64, np.uint32
-    types = ((wide, 1 << 40), (wide, (1 << 40) + 16), (narrow, 2), (narrow, 5), (narrow, 7))
+    counts = tuple((narrow, count) for count in (2, 5, 3, 7))
+    types = ((wide, 1 << 40), (wide, (1 << 40) + 16), *counts)
     launched = ("launch", (8,), (512,), types, 1)
     assert cupy.calls == [("from_external", (0, STREAM), 1), launched, launched]
 
@@ -145,11 +150,13 @@ def test_memory_is_registered_exactly_mapped_and_for_all_contexts(made):
     cupy.calls.clear()
     driver.pin(4096, 4097)
     driver.copy(stream(), 8192, 4096, 100)
+    driver.copy(stream(), 8192, 4096, 100, 5, 256)
     driver.unpin(4096)
     portable_mapped, which_way_by_address = 3, 4
     assert cupy.calls == [
         ("hostRegister", 4096, 4097, portable_mapped, 1),
         ("memcpyAsync", 8192, 4096, 100, which_way_by_address, STREAM),
+        ("memcpy2DAsync", 8192, 256, 4096, 256, 100, 5, which_way_by_address, STREAM),
         ("hostUnregister", 4096),
     ]
 

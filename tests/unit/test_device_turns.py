@@ -1,0 +1,153 @@
+"""What a CUDA device lends to operations: nothing of it is used again before they have ended."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Callable
+from contextlib import closing
+from functools import partial
+
+import numpy as np
+import pytest
+
+from kvtier.device import turns as module
+from kvtier.device.base import Copy, PlaneGroups
+from kvtier.device.chaos import ChaosDevice
+from kvtier.device.cuda import CudaDevice
+from kvtier.device.paths import DEFAULT, Choice
+from kvtier.device.turns import CudaStream, Turn
+from kvtier.testing.cpu_driver import CpuDriver
+from kvtier.testing.forks import forked
+
+PLANES, BYTES = 6, 48
+SECONDS = 10.0
+SEEDS = range(10)
+Work = Callable[[CudaDevice, np.ndarray, np.ndarray], None]
+"""Enqueues copies between pages, [planes, 20 blocks, bytes], and slots, two blocks each."""
+
+
+def pages(seed: int = 0) -> np.ndarray:
+    shape = (PLANES, 20, BYTES)
+    return np.random.default_rng(seed).integers(0, 200, shape, np.uint8)
+
+
+def crowd(seed: int, work: Work, count: int = 12) -> bool:
+    """Enqueue more than may be in flight, on adverse streams; say whether all bytes are right."""
+    chaos, kv = ChaosDevice(seed, "lazy"), pages(seed)
+    slots = np.random.default_rng(seed + 1).integers(0, 200, (count, PLANES, 2, BYTES), np.uint8)
+    driver = CpuDriver(chaos._stream, chaos.compute)
+    device = CudaDevice(driver, DEFAULT, Choice("direct"), in_flight=2)
+    with closing(chaos), closing(device):
+        device.pin(slots)
+        try:
+            work(device, kv, slots)
+        finally:
+            device.close()
+    return all(np.array_equal(slot, kv[:, ids(at)]) for at, slot in enumerate(slots))
+
+
+def ids(at: int) -> tuple[int, int]:
+    """Return the blocks of a slot, which are no other one's of the first nine."""
+    return (at, at + 9) if at < 9 else (at - 9, at)
+
+
+def one_by_one(device, kv, slots):
+    for at, slot in enumerate(slots):
+        device.gather(device.stream("store"), [Copy(kv, ids(at), slot)], ())
+
+
+def in_one_call(device, kv, slots):
+    """Each copy has other planes, so that it is planned, and is an operation, for itself."""
+    copies = [Copy(kv[at:], ids(at), slot[at:]) for at, slot in enumerate(slots)]
+    copies += [Copy(kv[:at], ids(at), slot[:at]) for at, slot in enumerate(slots)]
+    device.gather(device.stream("store"), copies, ())
+
+
+def by_groups(device, kv, slots):
+    """Two kinds of copies in groups of planes; there is room for the table of one of them."""
+    cuts = ((0, 2), (2, 3), (3, 6))
+    wide = [Copy(kv, ids(at), slot) for at, slot in enumerate(slots[:4])]
+    narrow = [Copy(kv[:4], ids(4), slots[4, :4]), Copy(kv[4:], ids(4), slots[4, 4:])]
+    parts = (((0, 2), (2, 3), (3, 4)), ((0, 0), (0, 0), (0, 2)))
+    groups = PlaneGroups([*wide, *narrow], [*[cuts] * 4, *parts], 3)
+    device.scatter(device.stream("load"), groups, ())
+
+
+def spoiled(work: Work, count: int) -> bool:
+    """Say whether some schedule has wrong bytes, or crashes, as its addresses may be such bytes."""
+
+    def silently(seed: int) -> bool:
+        faulthandler.disable()
+        return crowd(seed, work, count)
+
+    jobs = [partial(silently, seed) for seed in SEEDS]
+    return not all(one.result for one in forked(jobs, seconds=20))
+
+
+WORK = {"one by one": (one_by_one, 12), "in one call": (in_one_call, 6), "groups": (by_groups, 5)}
+each = pytest.mark.parametrize(("work", "count"), WORK.values(), ids=WORK)
+
+
+@each
+def test_no_table_is_written_anew_before_its_copy_has_read_it(work, count):
+    assert all(crowd(seed, work, count) for seed in SEEDS)
+
+
+@each
+def test_written_anew_at_once_it_spoils_copies(work, count, monkeypatch):
+    """The twin: an operation that does not wait for its turn."""
+    monkeypatch.setattr(module, "_ended", lambda event: True)
+    assert spoiled(work, count)
+
+
+def test_one_that_does_not_know_what_has_no_event_yet_spoils_copies(monkeypatch):
+    """The twin: operations of one call, before any event, take each other's tables."""
+    monkeypatch.setattr(CudaStream, "record", lambda self: module.CudaFence(self.raw()))
+    monkeypatch.setattr(
+        CudaStream, "raw", lambda self: self._driver.record(self.handle), raising=False
+    )
+    assert spoiled(in_one_call, 6)
+
+
+def test_lent_twice_a_table_that_groups_share_spoils_copies(monkeypatch):
+    """The twin: what comes between two groups of planes takes the table of both."""
+    monkeypatch.setattr(Turn, "lent", property(lambda _: False, lambda *_: None), raising=False)
+    assert spoiled(by_groups, 5)
+
+
+def test_what_is_lent_is_given_to_nobody_else():
+    with closing(CudaDevice(CpuDriver(), DEFAULT, in_flight=2)) as device:
+        stream = device.stream("store")
+        with stream.turn() as held:
+            for _ in range(4):
+                with stream.turn() as other:
+                    assert other is not held
+
+
+def test_groups_of_planes_share_a_table_that_is_uploaded_once():
+    kv, driver = pages(), CpuDriver()
+    slots = np.random.default_rng(1).integers(0, 200, (2, PLANES, 2, BYTES), np.uint8)
+    with closing(CudaDevice(driver, DEFAULT, Choice("direct", 2))) as device:
+        device.pin(slots)
+        copies = [Copy(kv, ids(at), slot) for at, slot in enumerate(slots)]
+        groups = PlaneGroups(copies, [((0, 1), (1, 4), (4, 6))] * 2, 3)
+        fences = device.scatter(device.stream("load"), groups, ())
+        assert all(fence.wait(SECONDS) for fence in fences)
+    assert driver.calls == ["copy", *["launch 2"] * 3]
+    assert all(np.array_equal(kv[:, ids(at)], slot) for at, slot in enumerate(slots))
+
+
+@pytest.mark.parametrize(("planes", "blocks"), [(4, 5600), (1100, 2)])
+def test_what_has_no_room_in_one_table_is_uploaded_group_by_group(planes, blocks):
+    kv, driver = np.zeros((planes, 2 * blocks, 8), np.uint8), CpuDriver()
+    slot = np.random.default_rng(1).integers(0, 200, (planes, blocks, 8), np.uint8)
+    some, half = range(0, 2 * blocks, 2), planes // 2
+    with closing(CudaDevice(driver, DEFAULT, Choice("direct", 2))) as device:
+        device.pin(slot)
+        cuts = ((0, half), (half, planes))
+        fences = device.scatter(
+            device.stream("load"), PlaneGroups([Copy(kv, some, slot)], [cuts], 2), ()
+        )
+        assert all(fence.wait(SECONDS) for fence in fences)
+    assert driver.calls.count("copy") == (4 if blocks > planes else 2)
+    assert np.array_equal(kv[:, some], slot)
