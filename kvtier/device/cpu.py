@@ -22,6 +22,7 @@ __all__ = ["CpuDevice", "CpuFence", "CpuStream"]
 
 _CLOSE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 1.0
+_FEW: Final = 8  # blocks of a run, on all planes, whose copy takes no longer than a call for it
 _log = logging.getLogger("kvtier")
 
 
@@ -226,7 +227,7 @@ def _copy_all(copies: Sequence[Copy], *, into_slot: bool) -> None:
 
 def _copy(copy: Copy, *, into_slot: bool) -> None:
     tensors = list(copy.tensors())
-    if _scattered(copy) and all(_even(pages) for pages, _ in tensors):
+    if _scattered(copy, len(tensors)) and all(_even(pages) for pages, _ in tensors):
         ids, move = np.array(copy.blocks), _gather if into_slot else _scatter
         whole = np.dtype(f"V{copy.pages.shape[2]}")  # made once, for tensors by the dozen
         for pages, slot in tensors:
@@ -251,15 +252,18 @@ def _copy_runs(
         np.copyto(*((part, some) if into_slot else (some, part)))
 
 
-def _scattered(copy: Copy) -> bool:
-    """Say whether a copy is of single blocks, and all of them there.
+def _scattered(copy: Copy, tensors: int) -> bool:
+    """Say whether one call a tensor for all blocks is faster than one for each run of them.
 
-    Then one call for all is faster than one for each. What is wrong is left to the copy by runs.
+    So it is for runs of few blocks on all planes of a tensor, and for single ones on however many.
+    Not for holes; and what is wrong is left to the copy by runs.
     """
     blocks, (planes, count, size) = copy.blocks, copy.pages.shape
-    follow = list(map(sub, blocks[1:], blocks)).count(1)
+    runs = len(blocks) - list(map(sub, blocks[1:], blocks)).count(1)
+    few = planes * len(blocks) <= _FEW * tensors * runs
     return (
-        2 * (len(blocks) - follow) > len(blocks) > 1
+        runs > 1
+        and (few or 2 * runs > len(blocks))
         and copy.slot.shape == (planes, len(blocks), size)
         and copy.slot.size > 0
         and 0 <= min(blocks) <= max(blocks) < count
