@@ -5,11 +5,11 @@
 gather, scatter: parts of 16 blocks in any order, 32 MiB of them in one call, from that until its
 fence is done, and by CPU time, which others on this machine disturb less, beside ``np.copyto`` of
 as many bytes part by part; interleaved, in memory that no cache holds. A block has 32 KiB a plane,
-as 16 tokens of Llama-3-8B have; smaller ones are shown beside it. every other: what the machine
-allows for such pieces: one ``np.copyto`` a part of as many blocks, each second one of a row, which
-needs no list of them, and whose next place the processor can foresee; none is in two of the parts.
-With blocks of 2 KiB that stays below the limit of 0.8, and so does a loop of ``memcpy`` in C over
-the list of blocks, by which gather and scatter are to be judged there.
+as 16 tokens of Llama-3-8B have; smaller ones are shown beside it, and each plane as a tensor of its
+own. every other: what the machine allows for such pieces: one ``np.copyto`` a part of as many
+blocks, each second one of a row, which needs no list of them, and whose next place the processor
+can foresee; none is in two of the parts. With blocks of 2 KiB that stays below the limit of 0.8,
+and so does a loop of ``memcpy`` in C over the list of blocks.
 submit: how long the call itself takes for a part of 2 MiB, of 64 planes, of 16 blocks; and of 256
 that are smaller, scattered, with holes, or in a row; by the clock, and by this thread's CPU time.
 checked: the same in the race checker. planned: what a GPU's device does before the driver's calls,
@@ -50,6 +50,7 @@ from kvtier.testing.cpu_driver import CpuDriver
 
 PLANES, BLOCKS = 64, 16
 PLANE_BYTES = {"32KiB": 32 << 10, "8KiB": 8 << 10, "2KiB": 2 << 10}  # of a block; the first counts
+APART = "8KiB, a tensor a plane"
 CALL = 32 << 20  # bytes of parts that one call copies, as one prompt has several
 SIZES = {"2MiB": 2 << 20, "16MiB": 16 << 20}
 ROUNDS = 25
@@ -88,10 +89,12 @@ def spread(values: list[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def over_copyto(device: Device, size: int, block: int) -> dict[str, dict[str, float]]:
+def over_copyto(device: Device, size: int, kind: str) -> dict[str, dict[str, float]]:
     """Return the speed of gather and scatter over that of a plain copy, pair by pair."""
+    block = PLANE_BYTES[kind.partition(",")[0]]
     parts, planes, several = MEMORY // size, size // block // BLOCKS, CALL // size
     pages = np.ones((planes, parts * BLOCKS, block), np.uint8)
+    (kv,) = stacked(list(pages[:, None])) if kind == APART else (pages,)
     slots = np.ones((parts, planes, BLOCKS, block), np.uint8)
     plain = np.ones((2, parts, size), np.uint8)
     order = np.random.default_rng(0).permutation(parts * BLOCKS).reshape(parts, BLOCKS).tolist()
@@ -105,7 +108,7 @@ def over_copyto(device: Device, size: int, block: int) -> dict[str, dict[str, fl
             mine = [(first + at) % parts for at in range(several)]
             others = [(part + parts // 2) % parts for part in mine]
             first += several  # so that no turn finds what another has left in a cache
-            copies = [Copy(pages, order[part], slots[part]) for part in mine]
+            copies = [Copy(kv, order[part], slots[part]) for part in mine]
             if name in ("gather", "scatter"):
                 copied = seconds(lambda name=name, copies=copies: copy(device, name, copies))
             else:
@@ -245,7 +248,7 @@ def tell(
             for way, found in row.items():
                 low, high = found["min"], found["max"]
                 print(
-                    f"{way:27} {name:6} blocks of {kind:6} {found['median']:6.2f} of copyto ",
+                    f"{way:27} {name:6} blocks of {kind:22} {found['median']:6.2f} of copyto ",
                     end="",
                 )
                 print(f"({low:.2f} to {high:.2f})")
@@ -279,8 +282,8 @@ def main() -> int:
         told, checked = submit(device), submit(Checked(device))
         others = {name: submit(device, *kind) for name, kind in KINDS.items()}
         ratios = {
-            kind: {name: over_copyto(device, size, block) for name, size in SIZES.items()}
-            for kind, block in PLANE_BYTES.items()
+            kind: {name: over_copyto(device, size, kind) for name, size in SIZES.items()}
+            for kind in (*PLANE_BYTES, APART)
         }
     plans = {name: planned(*kind, SIZES["2MiB"]) for name, kind in KINDS.items()}
     plans["16 blocks, 32 MiB"] = planned("scattered", BLOCKS, 32 << 20)
