@@ -169,11 +169,15 @@ class Usage:
                 return True
         except OSError as error:
             if error.errno not in GONE:
+                with contextlib.suppress(OSError):  # else nobody could write until this one does
+                    lock(self._descriptor, fcntl.F_UNLCK, self._folder.path)
                 raise
         old = self._descriptor
         try:
             self._descriptor = self._folder.keep(_FILE)  # who reads no count there makes one
         except OSError as error:
+            if error.errno not in GONE:
+                raise
             raise Unavailable(
                 f"{self._folder.path}: it was removed while it is in use "
                 f"({errno.errorcode.get(error.errno or 0)}); open the tier again once it is there"

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvtier.errors import ConfigError, Unavailable
-from kvtier.storage_backends import files_door
+from kvtier.events import noted
+from kvtier.storage_backends import files_door, files_usage
 from kvtier.storage_backends.files import FilesStore
 from kvtier.storage_backends.files_folder import Folder
 from kvtier.storage_backends.files_usage import OVERHEAD, footprint
@@ -37,6 +42,13 @@ def at(tmp_path: Path):
 def empty(folder: Path) -> None:
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def failing(number: int) -> Callable[..., Any]:
+    def fails(*_: object) -> Any:
+        raise OSError(number, os.strerror(number))
+
+    return fails
 
 
 def written(one: FilesStore, other: FilesStore) -> list[Status]:
@@ -72,6 +84,30 @@ def test_a_directory_that_was_removed_is_said_and_not_made_anew(at, tmp_path):
         store.delete_many([record.header.id])
     assert store.contains_many([record.header.id]) == [Status.ABSENT]
     assert not (tmp_path / "kv").exists()
+
+
+def test_a_lock_is_not_kept_where_it_cannot_be_told_whether_it_is_the_right_one(at, monkeypatch):
+    """Others would wait for it until this store writes again, or for ever."""
+    one, other, record = at(), at(), make_record(1, SIZE)
+    monkeypatch.setattr(files_usage, "_LOCK_SECONDS", 0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "is_at", failing(errno.EIO))
+        assert one.write_many([record]) == [Status.FAILED]
+    assert other.write_many([record]) == [Status.OK]
+    assert (one.causes.counts(), other.causes.counts()) == ({"EIO": 1}, {})
+
+
+def test_a_count_that_cannot_be_opened_anew_is_not_told_as_a_directory_that_is_gone(
+    at, tmp_path, monkeypatch
+):
+    store = at()
+    empty(tmp_path / "kv")
+    with monkeypatch.context() as patch:
+        patch.setattr(Folder, "keep", failing(errno.EMFILE))
+        assert store.write_many([make_record(1, SIZE)]) == [Status.FAILED]
+    assert store.causes.counts() == {"EMFILE": 1}
+    assert "removed" not in noted()
+    assert store.write_many([make_record(1, SIZE)]) == [Status.OK]
 
 
 def test_a_tier_of_a_directory_that_was_removed_is_degraded(tmp_path):
