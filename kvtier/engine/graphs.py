@@ -106,8 +106,13 @@ class _Step:
 
 @contextlib.contextmanager
 def _kept(states: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[None]:
-    """Leave states as they were. states: pools, and which slots of each, int64 [requests]."""
+    """Leave states as they were, whatever happens.
+
+    states: pools, and which slots of each, int64 [requests].
+    """
     before = [pool.index_select(2, slots) for pool, slots in states]
-    yield
-    for (pool, slots), one in zip(states, before, strict=True):
-        pool.index_copy_(2, slots, one)
+    try:
+        yield
+    finally:  # of memory that is short, say, a recording fails, and the step may be tried again
+        for (pool, slots), one in zip(states, before, strict=True):
+            pool.index_copy_(2, slots, one)

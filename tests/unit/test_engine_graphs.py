@@ -164,23 +164,35 @@ def test_a_recording_without_the_window_or_of_another_table_is_noticed(monkeypat
 # ------------------------------------------------------------------------------ recurrent states
 
 
-def same_states(steps=([1, 70, 3], [2, 71, 4], [40, 9], [1])) -> bool:
-    """Say whether recordings move states on as forward passes do, once a step, and give their bits.
-
-    Each request has the slot of its number; of one token, it begins with zeros, whatever is there.
-    """
+def with_states():
+    """Return a model with recurrent layers, and pools for it with anything in them."""
     model = small_hybrid((Kind.RECURRENT, Kind.FULL), 32)
     generator, pools = torch.Generator().manual_seed(0), []
     for one in model.components:
         places = (6,) if one.name == "recurrent" else (80, 16)
         shape = (one.layers, one.planes, *places, one.heads, one.head_size)
         pools.append(torch.randn(shape, generator=generator).to(torch.bfloat16))
+    return model, pools
+
+
+def decodes_with_states(ends):
+    """Return decodes; each has the slot of its number."""
+    spans = decodes(ends)
+    for number, span in enumerate(spans):
+        span.tables.insert(0, [5 - number])
+    return spans
+
+
+def same_states(steps=([1, 70, 3], [2, 71, 4], [40, 9], [1])) -> bool:
+    """Say whether recordings move states on as forward passes do, once a step, and give their bits.
+
+    A request of one token begins with zeros, whatever is there.
+    """
+    model, pools = with_states()
     ours, theirs = [one.clone() for one in pools], [one.clone() for one in pools]
     graphs, right = DecodeGraphs(model, theirs, TapeCompute()), True
     for ends in steps:
-        spans = decodes(ends)
-        for number, span in enumerate(spans):
-            span.tables.insert(0, [5 - number])
+        spans = decodes_with_states(ends)
         right &= torch.equal(graphs.logits(spans), model.forward(spans, ours))
         right &= all(map(torch.equal, ours, theirs))
     return right and graphs.replayed > graphs.captured
@@ -188,6 +200,22 @@ def same_states(steps=([1, 70, 3], [2, 71, 4], [40, 9], [1])) -> bool:
 
 def test_a_recording_moves_states_on_once_as_a_forward_pass_does():
     assert same_states()
+
+
+def test_a_recording_that_fails_leaves_states_where_they_were():
+    """Else the step, tried again, would begin with states that are a token ahead."""
+
+    class Short(TapeCompute):
+        def capture(self, step):
+            step()
+            raise torch.OutOfMemoryError("of the GPU")
+
+    model, pools = with_states()
+    theirs = [one.clone() for one in pools]
+    with pytest.raises(torch.OutOfMemoryError):
+        DecodeGraphs(model, theirs, Short()).logits(decodes_with_states([2, 71]))
+    assert torch.equal(theirs[0], pools[0])
+    assert not torch.equal(theirs[1], pools[1]), "it ran: KV is written again, and is the same"
 
 
 def test_states_that_recording_moves_on_are_noticed(monkeypatch):
