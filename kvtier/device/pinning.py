@@ -26,7 +26,7 @@ class _Extent(NamedTuple):
 
 
 class Pinned:
-    """The registered memory of one driver. It keeps none of it alive."""
+    """The registered memory of one driver. It keeps alive what cannot be referred to weakly."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver

@@ -81,7 +81,11 @@ class TorchForks:
     def close(self) -> None:
         """End all. Blocks."""
         self._link.close()
-        self._process.wait()
+        try:
+            self._process.wait(_FORK_SECONDS)
+        finally:
+            self._process.kill()
+            self._process.wait()
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -44,6 +44,10 @@ def failure(first: int) -> str:
     return "nothing"
 
 
+def test_no_seed_is_of_a_guard_that_is_not_there():
+    assert FIRST.keys() <= MUTATIONS.keys()
+
+
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_missing_guard_is_found(name):
     with removed(name):
