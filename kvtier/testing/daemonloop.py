@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -127,12 +126,3 @@ class RunningLoop:
         self.server.close()
         self.door.close()
         os.close(self.arena)
-
-
-def soon(look: Callable[[], object], seconds: float = 30.0) -> None:
-    """Wait until something is so. Raises TimeoutError."""
-    until = time.monotonic() + seconds
-    while not look():
-        if time.monotonic() > until:
-            raise TimeoutError("it did not come to be so")
-        time.sleep(0.002)

@@ -6,17 +6,13 @@ import contextlib
 import os
 import select
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import kvtier
 from kvtier.testing.daemon import children
 from kvtier.testing.nursery import Nursery
 from kvtier.testing.toy import CHUNK, NAMESPACE, Toy, dram, prompt
-
-T = TypeVar("T")
+from kvtier.testing.waiting import until
 
 
 class Mortal:
@@ -70,15 +66,6 @@ def kill(pid: int, with_it: int = 0) -> None:
     for one in descriptors:
         assert select.select([one], [], [], 30)[0], "it does not die"
         os.close(one)
-
-
-def until(look: Callable[[], T], seconds: float = 30.0) -> T:
-    """Return what `look` finds, once it finds something."""
-    give_up = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < give_up, "it does not come"
-        time.sleep(0.002)
-    return found
 
 
 def figure(toy: Toy, name: str) -> float:

@@ -11,6 +11,7 @@ from typing import Self, TypeVar
 from kvtier.daemon.answers import Welcome
 from kvtier.daemon.frames import HEADER, decode, encode, open_frame
 from kvtier.daemon.messages import Hello, Message
+from kvtier.testing.waiting import until
 
 M = TypeVar("M", bound=Message)
 
@@ -18,6 +19,18 @@ M = TypeVar("M", bound=Message)
 def hello(session: bytes = bytes(16), engine: str = "engine") -> Hello:
     """Return a client's first message."""
     return Hello(session, engine, "scheduler")
+
+
+def greeted(path: str | Path, seconds: float = 20.0) -> tuple[Welcome, int]:
+    """Connect until a server answers; return what it welcomes with, and the arena's inode."""
+
+    def look() -> tuple[Welcome, int] | None:
+        with contextlib.suppress(EOFError, ConnectionError), RawClient(path) as client:
+            welcome = client.greet()
+            return welcome, os.fstat(client.descriptors[0]).st_ino
+        return None
+
+    return until(look, seconds)
 
 
 class RawClient:

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from kvtier.testing.hands import Hands
-from kvtier.testing.mortal import Mortal, figure, until
+from kvtier.testing.mortal import Mortal, figure
 from kvtier.testing.toy import BLOCK, CHUNK, dram, prompt
+from kvtier.testing.waiting import until
 from kvtier.transfer import CopyResult, CopyStatus
 
 POOL, PINNED, TTL = 64, 8, 30.0

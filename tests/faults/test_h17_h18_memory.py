@@ -12,8 +12,9 @@ import pytest
 import kvtier
 from kvtier.memory.arena import Arena
 from kvtier.memory.sealed import sealed_memory
-from kvtier.testing.mortal import Mortal, serves, until
+from kvtier.testing.mortal import Mortal, serves
 from kvtier.testing.toy import CHUNK, NAMESPACE, Toy, prompt
+from kvtier.testing.waiting import until
 
 SHM = Path("/dev/shm")  # noqa: S108  (looked at, not written to)
 MIB = 1 << 20

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ from kvtier.bench.messages import Done
 from kvtier.cli.main import run
 from kvtier.errors import ConfigError, KvtierError
 from kvtier.testing import seaweed
+from kvtier.testing.waiting import lives, until
 
 pytestmark = pytest.mark.timeout(180)  # five processes that import torch, on a busy machine
 SMALL = ("--model", "random", "--prefix-len", "512", "--suffix-len", "128", "--output-len", "6")
@@ -261,14 +261,14 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path, number, status):
     command = [*heed, *args, "--dir", str(tmp_path)]
     with subprocess.Popen(command, stderr=subprocess.PIPE) as bench:
         try:
-            children = waited_for(lambda: children_of(bench.pid))
+            children = until(lambda: children_of(bench.pid))
             bench.send_signal(number)
             _, said = bench.communicate(timeout=30)
         finally:
             bench.kill()
     assert bench.returncode == status
     assert b"Traceback" not in said
-    assert not any(map(alive, children))
+    assert not any(map(lives, children))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -287,9 +287,9 @@ def test_arms_die_with_a_benchmark_that_was_killed(tmp_path):
     args = ("shared-prefix", *SMALL, *ENDLESS, "--arms", "hbm")
     command = [sys.executable, "-m", "kvtier", "bench", *args, "--dir", str(tmp_path)]
     with subprocess.Popen(command) as bench:
-        children = waited_for(lambda: children_of(bench.pid))
+        children = until(lambda: children_of(bench.pid))
         bench.kill()
-    waited_for(lambda: not any(map(alive, children)))
+    until(lambda: not any(map(lives, children)))
 
 
 @pytest.mark.slow
@@ -306,15 +306,6 @@ def test_a_server_leaves_no_file_behind(weed):
     assert not any(path.exists() for path in (folder, *sockets))
 
 
-def waited_for(look):
-    """Return what `look` finds, once it finds something."""
-    give_up = time.monotonic() + 30
-    while not (found := look()):
-        assert time.monotonic() < give_up
-        time.sleep(0.05)
-    return found
-
-
 def children_of(pid):
     """Return the arms that a benchmark has started, and knows of."""
     listed = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -326,10 +317,3 @@ def command_of(pid):
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
         return command if b"-ISc" not in command else b""
     return b""
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

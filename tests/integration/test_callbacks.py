@@ -8,8 +8,8 @@ import threading
 import pytest
 
 import kvtier
-from kvtier.testing.mortal import until
 from kvtier.testing.toy import CHUNK, prompt
+from kvtier.testing.waiting import until
 from kvtier.upkeep import Upkeep
 
 TOKENS = prompt(2 * CHUNK + 1)

@@ -19,8 +19,9 @@ from kvtier.daemon.frames import HEADER, encode
 from kvtier.daemon.remote import RemoteLease
 from kvtier.errors import ConfigError, ProtocolError
 from kvtier.testing.daemon import children
-from kvtier.testing.mortal import Mortal, arenas, figure, serves, until
+from kvtier.testing.mortal import Mortal, arenas, figure, serves
 from kvtier.testing.toy import CHUNK, GEOMETRY, NAMESPACE, Toy, prompt
+from kvtier.testing.waiting import until
 from kvtier.transfer import CopyResult, CopyStatus
 
 OK = CopyResult(CopyStatus.OK)

@@ -15,8 +15,9 @@ import pytest
 
 from kvtier.daemon.link import Link
 from kvtier.errors import MisuseError
-from kvtier.testing.mortal import Mortal, figure, serves, until
+from kvtier.testing.mortal import Mortal, figure, serves
 from kvtier.testing.toy import BLOCK, CHUNK, Toy, dram, pattern, prompt
+from kvtier.testing.waiting import until
 from kvtier.transfer import CopyResult, CopyStatus
 
 OK = CopyResult(CopyStatus.OK)
@@ -203,30 +204,30 @@ def test_a_forked_child_uses_nothing_of_its_parents(daemon):
 def test_eight_threads_read_their_own_bytes_while_it_is_killed(durable):
     toys = [durable.open() for _ in range(2)]
     toys += [Toy(toys[at % 2].cache) for at in range(6)]
-    ended = threading.Event()
+    ended, hits = threading.Event(), [0] * 8
 
-    def work(number: int) -> tuple[int, int]:
-        toy, hits, wrong = toys[number], 0, 0
+    def work(number: int) -> int:
+        toy, wrong = toys[number], 0
         rng = random.Random(number)
         while not ended.is_set():
             tokens = prompt(4 * CHUNK + 1, rng.randrange(6))
             with contextlib.suppress(TimeoutError):
                 toy.save(f"s{number}", tokens[: 4 * CHUNK])
             offered, _, exact = load(toy, f"l{number}", tokens)
-            hits += bool(offered)
+            hits[number] += bool(offered)
             wrong += not exact
-        return hits, wrong
+        return wrong
 
     with ThreadPoolExecutor(8) as pool:
         working = [pool.submit(work, number) for number in range(8)]
         for _ in range(5):
             time.sleep(0.4)  # the time that they work undisturbed
             durable.kill_server()
-        time.sleep(0.4)
-        ended.set()
-        found = [one.result(60) for one in working]
-    assert sum(wrong for _, wrong in found) == 0
-    assert min(hits for hits, _ in found) > 0
+        try:
+            until(lambda: min(hits))  # each of them finds something yet
+        finally:
+            ended.set()
+        assert sum(one.result(60) for one in working) == 0
     for one in toys[2:]:
         one.connector.close()
         one.device.close()

@@ -21,6 +21,7 @@ from kvtier.testing.ranked import RANKS, SHAPE, Ranks
 from kvtier.testing.served import Served
 from kvtier.testing.serving import CHUNK
 from kvtier.testing.torch_forks import TorchForks
+from kvtier.testing.waiting import until
 
 SAMPLING = Sampling(max_tokens=8)
 SEED = 1
@@ -30,14 +31,6 @@ _numbers = itertools.count()
 
 def prompt(length: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 97, length).tolist()
-
-
-def until(true, seconds: float = SECONDS) -> None:
-    """Wait until something is so."""
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, "it never was"
-        time.sleep(0.01)
 
 
 def killed(pid: int) -> None:

@@ -14,8 +14,8 @@ from kvtier.daemon.health import Watch
 from kvtier.daemon.principals import of_urls
 from kvtier.daemon.settings import Ails, Down, Settings, Started
 from kvtier.daemon.supervisor import Supervisor
-from kvtier.testing.daemonloop import soon
 from kvtier.testing.toy import CHUNK, NAMESPACE, Toy, dram, prompt
+from kvtier.testing.waiting import until
 
 FAILS = """
 import os, sys
@@ -57,14 +57,14 @@ def test_a_disk_that_fails_is_said_to_clients_and_operator_and_so_is_its_return(
                 toy.save(f"save-{seed}", prompt(CHUNK, seed))
                 return toy.cache.health()
 
-            soon(lambda: saved().status == "degraded", 60)
+            until(lambda: saved().status == "degraded", 60)
             why = toy.cache.health().troubles["lmdb"]
             assert why.startswith(f"write: {tmp_path}/kv: a write failed: ")
             assert "Input/output error" in why
-            soon(lambda: Ails({"lmdb": why}) in heard)
+            until(lambda: Ails({"lmdb": why}) in heard)
             flag.unlink()
-            soon(lambda: saved().status == "ok", 60)
-            soon(lambda: heard[-1] == Ails({}))
+            until(lambda: saved().status == "ok", 60)
+            until(lambda: heard[-1] == Ails({}))
             one.close()
             assert toy.cache.health().troubles == {"daemon": f"it does not answer at {one.path}"}
 
@@ -88,17 +88,17 @@ def test_a_server_starts_and_starts_again_without_what_is_away(tmp_path):
             assert away() == ["valkey"]
             toy.save("save", tokens)
             os.kill(one.server, signal.SIGKILL)
-            soon(lambda: toy.cache.match(tokens).tokens, 60)
+            until(lambda: toy.cache.match(tokens).tokens, 60)
             assert away() == ["valkey"]
             folder.rename(tmp_path / "away")
             folder.write_text("in its place")
             os.kill(one.server, signal.SIGKILL)
-            soon(lambda: away() == ["lmdb", "valkey"], 60)
+            until(lambda: away() == ["lmdb", "valkey"], 60)
             assert f"open: {folder}: EEXIST" in toy.cache.health().troubles["lmdb"]
             assert not toy.cache.match(tokens).tokens
             folder.unlink()
             (tmp_path / "away").rename(folder)
-            soon(lambda: away() == ["valkey"], 60)
+            until(lambda: away() == ["valkey"], 60)
             offered, loaded, exact = toy.load("load", tokens)
             assert offered == loaded.tokens > 0
             assert exact

@@ -17,10 +17,10 @@ import kvtier
 from kvtier.daemon import supervisor as supervisors
 from kvtier.daemon.settings import Settings
 from kvtier.daemon.supervisor import Supervisor
-from kvtier.testing.daemonloop import soon
 from kvtier.testing.mortal import serves
 from kvtier.testing.rawclient import RawClient, hello
 from kvtier.testing.toy import NAMESPACE, Toy, dram
+from kvtier.testing.waiting import until
 
 SERVER = """
 import threading
@@ -91,7 +91,7 @@ def test_a_server_that_hangs_is_killed_and_started_again(supervised, caplog, han
         assert bool(select.select([pidfd], [], [], 20 if seen else 1.8)[0]) is seen
     os.close(pidfd)
     if seen:
-        soon(lambda: one.server not in {0, first})
+        until(lambda: one.server not in {0, first})
         said = "the server hangs, or was stopped; it is killed; it starts again"
         assert said in caplog.text
     else:
@@ -104,7 +104,7 @@ def test_a_server_that_is_stopped_is_replaced_and_counted(supervised):
     with contextlib.closing(toy):
         server = one.server
         os.kill(server, signal.SIGSTOP)
-        soon(lambda: one.server not in {0, server}, 20)
+        until(lambda: one.server not in {0, server}, 20)
         serves(toy)
         counted = toy.cache.figures()
         assert counted['kvtier_server_restarts_total{reason="hung"}'] == 1

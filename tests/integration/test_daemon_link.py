@@ -16,8 +16,9 @@ from kvtier.daemon import link as link_module
 from kvtier.daemon import messages
 from kvtier.daemon.mapped import MappedArena
 from kvtier.daemon.waits import Waits
-from kvtier.testing.mortal import Mortal, figure, serves, until
+from kvtier.testing.mortal import Mortal, figure, serves
 from kvtier.testing.toy import CHUNK, NAMESPACE, dram, prompt
+from kvtier.testing.waiting import until
 from kvtier.transfer import CopyResult, CopyStatus
 
 OK = CopyResult(CopyStatus.OK)

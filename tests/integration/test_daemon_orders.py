@@ -13,8 +13,9 @@ from kvtier.catalog.sweep import Removed
 from kvtier.daemon import messages, orders
 from kvtier.daemon.link import Link
 from kvtier.errors import ConfigError, MisuseError
-from kvtier.testing.mortal import serves, until
+from kvtier.testing.mortal import serves
 from kvtier.testing.toy import CHUNK, GEOMETRY, dram, opened, prompt
+from kvtier.testing.waiting import until
 
 TOKENS = prompt(4 * CHUNK)
 

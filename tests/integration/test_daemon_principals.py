@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -20,19 +19,8 @@ from kvtier.daemon.answers import Answer
 from kvtier.daemon.messages import Figures
 from kvtier.daemon.place import Place
 from kvtier.testing.daemon import children, running
-from kvtier.testing.daemonloop import soon
-from kvtier.testing.rawclient import RawClient
-
-
-def greeted(path, seconds=20.0):
-    """Connect until a server answers; what it welcomes with, and the arena's inode."""
-    until = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(EOFError, ConnectionError), RawClient(path) as client:
-            welcome = client.greet()
-            return welcome, os.fstat(client.descriptors[0]).st_ino
-        assert time.monotonic() < until
-
+from kvtier.testing.rawclient import RawClient, greeted
+from kvtier.testing.waiting import until
 
 AS_USER = """
 import os, sys
@@ -99,7 +87,7 @@ def principals(folder, paths):
     (folder / "kvtier.toml").write_text(text)
     with running(config=folder / "kvtier.toml") as daemon:
         said = daemon.log.with_name("said")
-        soon(lambda: said.read_text().count('"event":"ready"') == 2, 20.0)
+        until(lambda: said.read_text().count('"event":"ready"') == 2, 20.0)
         yield daemon
     assert not any(path.exists() for path in paths.values())
 
@@ -154,7 +142,7 @@ def test_what_is_done_to_one_principals_daemon_the_others_does_not_notice(passab
         first = json.loads(restarted.read_text().splitlines()[0])
         assert first["principal"] == "one"
         os.kill(first["server"], signal.SIGKILL)
-        soon(lambda: '"event":"restarted"' in restarted.read_text(), 20.0)
+        until(lambda: '"event":"restarted"' in restarted.read_text(), 20.0)
         assert client.ask(Figures(), Answer)
         assert [greeted(path)[0].generation for path in paths.values()] == [2, 1]
 

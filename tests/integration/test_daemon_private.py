@@ -17,8 +17,8 @@ import kvtier
 from kvtier.daemon import supervisor as supervisors
 from kvtier.daemon.place import rendezvous
 from kvtier.daemon.private import PrivateDaemon
-from kvtier.testing.daemonloop import soon
 from kvtier.testing.rawclient import RawClient
+from kvtier.testing.waiting import lives, until
 
 DRAM = "dram:8MiB"
 FORKS = "ignore:This process .* is multi-threaded:DeprecationWarning"  # Python 3.12
@@ -31,13 +31,6 @@ def folder(monkeypatch):
     with tempfile.TemporaryDirectory(prefix="kvtier-") as name:
         monkeypatch.setenv("XDG_RUNTIME_DIR", name)
         yield Path(name) / "kvtier"
-
-
-def over(pid) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def descriptors() -> int:
@@ -58,7 +51,7 @@ def test_it_is_found_by_the_engines_id_and_leaves_nothing(folder):
         server = daemon.server
         daemon.close()
         daemon.close()
-        assert over(server)
+        assert not lives(server)
         assert generation(other.path) == 1
     assert list(folder.iterdir()) == []
 
@@ -94,7 +87,7 @@ def test_it_ends_with_a_process_that_is_killed_and_the_next_takes_its_place():
     with owner("one", DRAM) as process:
         server = int(process.stdout.readline())
         process.kill()
-    soon(lambda: over(server))
+    until(lambda: not lives(server))
     with PrivateDaemon(DRAM, engine="one") as daemon:
         assert generation(daemon.path) == 1
 
@@ -103,7 +96,7 @@ def test_what_killed_ones_left_is_cleared_by_the_next_and_live_ones_stay(folder)
     with owner("killed", DRAM) as process, PrivateDaemon(DRAM, engine="mine") as mine:
         server = int(process.stdout.readline())
         process.kill()
-        soon(lambda: over(server))
+        until(lambda: not lives(server))
         assert (folder / "engine-killed.sock").exists()
         with owner("another", DRAM) as other:
             other.stdout.readline()
@@ -120,7 +113,7 @@ def test_it_ends_in_order_with_a_process_that_ends_so(folder, tmp_path):
         server = int(process.stdout.readline())
         process.communicate()
         assert process.returncode == 0
-    assert over(server)
+    assert not lives(server)
     assert list(folder.iterdir()) == []
 
 
@@ -132,7 +125,7 @@ def test_it_outlives_the_thread_that_asked_for_it():
     [daemon] = made
     with daemon:
         os.kill(daemon.server, signal.SIGKILL)
-        soon(lambda: daemon.server)
+        until(lambda: daemon.server)
         assert generation(daemon.path) == 2
 
 

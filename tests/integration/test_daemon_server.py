@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import mmap
 import os
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,20 +21,10 @@ from kvtier.daemon.messages import Figures, Hello
 from kvtier.daemon.settings import Settings
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.testing.daemon import running
-from kvtier.testing.daemonloop import soon
-from kvtier.testing.rawclient import RawClient, hello
+from kvtier.testing.rawclient import RawClient, greeted, hello
+from kvtier.testing.waiting import lives, until
 
 DRAM = "dram:8MiB"
-
-
-def greeted(path, seconds=20.0):
-    """Connect until a server answers; what it welcomes with, and the arena's inode."""
-    until = time.monotonic() + seconds
-    while True:
-        with contextlib.suppress(EOFError, ConnectionError), RawClient(path) as client:
-            welcome = client.greet()
-            return welcome, os.fstat(client.descriptors[0]).st_ino
-        assert time.monotonic() < until
 
 
 def for_ever(call, *args):
@@ -50,12 +38,6 @@ def refuses(path) -> bool:
     except ConnectionRefusedError:
         return True
     return False
-
-
-def gone(pid) -> bool:
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return True
 
 
 @pytest.fixture
@@ -84,7 +66,7 @@ def test_a_killed_server_comes_back_with_the_same_arena_and_the_next_generation(
             client.greet()
             for generation in (2, 3):
                 os.kill(daemon.server_pid(), signal.SIGKILL)
-                soon(daemon.server_pid)
+                until(daemon.server_pid)
                 welcome, _ = greeted(daemon.path)
                 assert (welcome.generation, welcome.arena) == (generation, inode)
             assert client.ended()
@@ -124,7 +106,7 @@ def orphaned(tmp_path, program, within) -> bool:
         server = int(parent.stdout.readline())
         parent.kill()
     try:
-        soon(lambda: gone(server), within)
+        until(lambda: not lives(server), within)
     except TimeoutError:
         os.kill(server, signal.SIGKILL)
         return False
@@ -154,8 +136,8 @@ def test_what_a_killed_supervisor_left_is_cleaned_up_by_the_next(tmp_path):
     with running(DRAM, path=path) as daemon:
         server = daemon.server_pid()
         daemon.process.kill()
-        soon(lambda: gone(server))
-        soon(lambda: refuses(path))
+        until(lambda: not lives(server))
+        until(lambda: refuses(path))
         with running(DRAM, path=path) as other:
             assert greeted(path)[0].generation == 1
             assert other.supervisor_pid != daemon.supervisor_pid
@@ -194,7 +176,7 @@ def test_a_server_that_cannot_start_again_is_tried_until_it_can(tmp_path, superv
     flag.touch()
     os.kill(one.server, signal.SIGKILL)
     seen = set()
-    soon(lambda: seen.add(one.server) or len(seen - {0}) > 2, 60)
+    until(lambda: seen.add(one.server) or len(seen - {0}) > 2, 60)
     flag.unlink()
     welcome, _ = greeted(one.path)
     assert welcome.generation > 1
@@ -314,6 +296,6 @@ def test_a_server_that_nobody_could_end_is_not_left_behind(supervised, monkeypat
     monkeypatch.setattr(os, "pidfd_open", none_left)
     first = one.start()
     os.kill(first.server, signal.SIGKILL)
-    soon(lambda: len(began) == 3 and one.server)
+    until(lambda: len(began) == 3 and one.server)
     assert began[1].returncode == -signal.SIGKILL
     assert greeted(one.path)[0].generation > 1

@@ -13,8 +13,9 @@ from kvtier.daemon import client as client_module
 from kvtier.daemon import link as link_module
 from kvtier.daemon import wire as wire_module
 from kvtier.errors import ConfigError, MisuseError
-from kvtier.testing.mortal import arenas, figure, serves, until
+from kvtier.testing.mortal import arenas, figure, serves
 from kvtier.testing.toy import CHUNK, NAMESPACE, prompt
+from kvtier.testing.waiting import until
 from kvtier.transfer import CopyResult, CopyStatus
 
 OK = CopyResult(CopyStatus.OK)

@@ -16,8 +16,9 @@ from kvtier.daemon import worker as module
 from kvtier.daemon.worker import Worker
 from kvtier.device.cpu import CpuDevice
 from kvtier.testing.daemon import running
-from kvtier.testing.mortal import figure, serves, until
+from kvtier.testing.mortal import figure, serves
 from kvtier.testing.toy import GEOMETRY
+from kvtier.testing.waiting import until
 
 ENDED = 40_000  # more than a socket takes
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import lmdb
 import pytest
 
 from kvtier.testing.toy import CHUNK, Toy, opened, prompt
+from kvtier.testing.waiting import until
 from kvtier.testing.with_parent import with_parent
 from kvtier.tiers.tier import Tier
 
@@ -27,13 +26,6 @@ toy.save("r", prompt(2 * CHUNK + 1))
 print("saved", flush=True)
 threading.Event().wait()
 """
-
-
-def until(wanted: Callable[[], object]) -> None:
-    end = time.monotonic() + SECONDS
-    while not wanted():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def url(folder: Path) -> str:

@@ -8,9 +8,9 @@ from contextlib import closing
 import pytest
 
 from kvtier import opening
-from kvtier.testing.daemonloop import soon
 from kvtier.testing.proxy import DelayProxy
 from kvtier.testing.toy import CHUNK, Toy, dram, opened, prompt
+from kvtier.testing.waiting import until
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
 
@@ -37,7 +37,7 @@ def test_a_server_that_is_away_at_opening_is_used_once_it_is_back(
             toy.save("before", OWN)
             assert toy.load("own", OWN)[::2] == (CHUNKS * CHUNK, True), "DRAM serves"
             with DelayProxy(s3_server.port, listener=away):
-                soon(lambda: toy.cache.health().status == "ok")
+                until(lambda: toy.cache.health().status == "ok")
                 assert toy.load("late", TOKENS)[::2] == (CHUNKS * CHUNK, True)
                 assert toy.cache.metrics.get("hit_tokens", tier="s3") == CHUNKS * CHUNK
                 more = prompt(CHUNKS * CHUNK + 1, 2)

@@ -19,8 +19,8 @@ from kvtier.daemon.principals import Principal
 from kvtier.daemon.settings import Settings
 from kvtier.daemon.supervisor import Supervisor
 from kvtier.testing.daemon import running
-from kvtier.testing.daemonloop import soon
 from kvtier.testing.rawclient import RawClient
+from kvtier.testing.waiting import until
 
 DRAM = "dram:8MiB"
 
@@ -164,7 +164,7 @@ def test_it_goes_on_when_nobody_reads_what_it_tells(tmp_path):
         process.stdout.close()
         server = int(said.split("server ")[1].split(",")[0])
         os.kill(server, signal.SIGKILL)
-        soon(lambda: again(tmp_path / "s"), 20.0)
+        until(lambda: again(tmp_path / "s"), 20.0)
         process.terminate()
         assert process.wait(20) == 0
 
@@ -233,7 +233,7 @@ def test_the_terminals_word_is_not_for_a_server_that_starts(tmp_path, monkeypatc
         monkeypatch.setattr(signal, "pthread_sigmask", lambda *_: None)
     with contextlib.closing(Slow(Settings((DRAM,), os.geteuid()), tmp_path / "s")) as one:
         one.begin()
-        soon(lambda: one.server)
+        until(lambda: one.server)
         status = Path(f"/proc/{one.server}/status").read_text()
     blocked = int(status.split("SigBlk:")[1].split()[0], 16)
     assert bool(blocked >> signal.SIGINT - 1 & 1) == blocks

@@ -15,8 +15,8 @@ from kvtier.cli.main import run
 from kvtier.daemon.principals import of_file
 from kvtier.planning.trace import read_trace
 from kvtier.testing.daemon import running
-from kvtier.testing.daemonloop import soon
 from kvtier.testing.toy import CHUNK, NAMESPACE, prompt
+from kvtier.testing.waiting import until
 
 OTHER = replace(NAMESPACE, model="another")
 
@@ -33,7 +33,7 @@ def asked(daemon, *prompts, namespace=NAMESPACE) -> list[str]:
 
 def recorded(daemon, count: int) -> None:
     with kvtier.open(daemon.url, namespace=NAMESPACE) as cache:
-        soon(lambda: cache.metrics.get("recorded_requests") == count, 20.0)
+        until(lambda: cache.metrics.get("recorded_requests") == count, 20.0)
 
 
 def test_the_requests_of_all_clients_are_one_trace(tmp_path, capsys):
@@ -113,7 +113,7 @@ def test_a_folder_that_is_gone_when_a_server_starts_again_costs_lines_alone(tmp_
         asked(daemon, prompt(CHUNK, 1))
         with kvtier.open(daemon.url, namespace=NAMESPACE) as cache:
             lost = functools.partial(cache.metrics.get, "unrecorded_requests", reason="failed")
-            soon(lambda: lost() == 1, 20.0)
+            until(lambda: lost() == 1, 20.0)
         assert f"cannot record into {path} (No such file" in daemon.log.read_text()
         folder.mkdir()
         asked(daemon, prompt(2 * CHUNK, 1))

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from kvtier.storage_backends.s3 import S3Store
 from kvtier.storage_backends.s3_service import Place, Settings, connect
 from kvtier.testing.records import make_record
 from kvtier.testing.store_suite import StoreSuite
+from kvtier.testing.waiting import lives, until
 from kvtier.tiers.store import Read, Status, Write
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
@@ -158,18 +158,10 @@ def test_a_killed_parent_takes_the_server_with_it(root):
     ran = subprocess.run(command, check=False, capture_output=True, text=True, cwd=root)
     assert ran.returncode == -signal.SIGKILL, ran.stderr
     pid, folder = ran.stdout.split()
-    give_up = time.monotonic() + 30.0
-    while _runs(int(pid)) and time.monotonic() < give_up:
-        time.sleep(0.02)
-    shutil.rmtree(folder)
-    assert not _runs(int(pid))
-
-
-def _runs(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+        until(lambda: not lives(int(pid)))
+    finally:
+        shutil.rmtree(folder)
 
 
 # -------------------------------------------------------------------------------- wrong objects

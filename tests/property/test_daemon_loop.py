@@ -13,8 +13,9 @@ import pytest
 from kvtier.daemon.frames import encode
 from kvtier.daemon.limits import Limits
 from kvtier.daemon.messages import Bye, Bypass, Figures, Flush, Leave, Release, Renew
-from kvtier.testing.daemonloop import RunningLoop, soon
+from kvtier.testing.daemonloop import RunningLoop
 from kvtier.testing.rawclient import RawClient, hello
+from kvtier.testing.waiting import until
 
 SEEDS = range(150)
 LIMITS = Limits(connections=16, unread=256 << 10, total=4 << 20, seconds=0.2)
@@ -92,6 +93,6 @@ def misbehave(path, rng: random.Random) -> None:
 def test_the_loop_goes_on_and_counts_right(running, seed):
     misbehave(running.path, random.Random(seed))
     server, sessions = running.server, running.sessions
-    soon(lambda: not server._connections and not sessions.open)
-    soon(lambda: (server._held, server._unread, server._late, server._more) == (0, 0, {}, {}))
+    until(lambda: not server._connections and not sessions.open)
+    until(lambda: (server._held, server._unread, server._late, server._more) == (0, 0, {}, {}))
     assert running.serves()

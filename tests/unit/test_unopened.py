@@ -24,10 +24,10 @@ from kvtier.storage_backends.memory import MemoryStore
 from kvtier.storage_backends.s3_errors import unreached as s3_unreached
 from kvtier.storage_backends.valkey_link import RefusedError
 from kvtier.storage_backends.valkey_service import unreached as valkey_unreached
-from kvtier.testing.daemonloop import soon
 from kvtier.testing.small_daemon import SmallDaemon
 from kvtier.testing.small_daemon import prompt as keys_of
 from kvtier.testing.toy import CHUNK, NAMESPACE, Toy, prompt
+from kvtier.testing.waiting import until
 from kvtier.tiers.store import Capabilities
 from kvtier.tiers.unopened import UnopenedStore
 
@@ -103,9 +103,9 @@ def test_what_does_not_answer_is_a_tier_that_says_why_and_comes_back(caplog):
         toy.save("a", prompt(2 * CHUNK, 1))
         assert toy.cache.match(prompt(2 * CHUNK, 1)).tokens
         assert hits_below(toy, prompt(2 * CHUNK, 1)) == 0
-        soon(lambda: toy.cache.figures()['kvtier_tier_errors_total{tier="memory"}'] > 3)
+        until(lambda: toy.cache.figures()['kvtier_tier_errors_total{tier="memory"}'] > 3)
         Shy.error = None
-        soon(lambda: toy.cache.health().status == "ok")
+        until(lambda: toy.cache.health().status == "ok")
         toy.save("b", prompt(2 * CHUNK, 2))
         assert hits_below(toy, prompt(2 * CHUNK, 2))
         assert Shy.alive == [inside(toy).store]
@@ -122,11 +122,11 @@ def test_what_is_wrong_only_when_it_answers_stays_said():
     """The checks that opening makes are made then, and what they find may be mended, too."""
     with opened(config()) as toy:
         Shy.error = ConfigError("there is no such bucket; make one")
-        soon(lambda: toy.cache.health().troubles == {"memory": f"open: {Shy.error}"})
+        until(lambda: toy.cache.health().troubles == {"memory": f"open: {Shy.error}"})
         Shy.error = SystemExit("whatever a plug-in raises")
-        soon(lambda: toy.cache.health().troubles == {"memory": f"open: {Shy.error}"})
+        until(lambda: toy.cache.health().troubles == {"memory": f"open: {Shy.error}"})
         Shy.error = None
-        soon(lambda: toy.cache.health().status == "ok")
+        until(lambda: toy.cache.health().status == "ok")
 
 
 def test_a_store_of_which_nothing_is_known_beforehand_is_an_error(monkeypatch):
@@ -144,7 +144,7 @@ def test_a_purge_says_that_it_was_not_listed():
     with opened(config()) as toy:
         assert toy.cache.purge(timeout=10).unlisted == ("memory",)
         Shy.error = None
-        soon(lambda: toy.cache.health().status == "ok")
+        until(lambda: toy.cache.health().status == "ok")
         assert toy.cache.purge(timeout=10).unlisted == ()
 
 
@@ -152,7 +152,7 @@ def test_its_codec_is_that_of_the_tier():
     with opened(config(codec="lossless")) as toy:
         coding = inside(toy).coding
         Shy.error = None
-        soon(lambda: toy.cache.health().status == "ok")
+        until(lambda: toy.cache.health().status == "ok")
         assert inside(toy).coding is coding is not None
 
 
@@ -165,7 +165,7 @@ def test_what_opens_after_the_end_is_closed():
         closing = threading.Timer(0.05, Shy.may_open.set)
         closing.start()
     closing.join()
-    soon(lambda: Shy.alive == [])
+    until(lambda: Shy.alive == [])
 
 
 def test_it_fails_whatever_it_is_asked_and_closes_what_came_too_late():
@@ -231,10 +231,10 @@ def test_a_directory_that_was_there_is_indexed_when_it_is_back(directory, monkey
         gone = depots[0].catalog.withdraw([name for (name,) in names("b", 3)], "invalidated")
         assert gone == (0, 3 if listed else 0)
         back(directory)
-        soon(lambda: depots[0].troubles() == {})
+        until(lambda: depots[0].troubles() == {})
         assert client.match("a", 3) == 3
         assert client.match("b", 3) == (0 if listed else 3)
-        soon(lambda: len(depots[0].moves.strays[1]) == 0)
+        until(lambda: len(depots[0].moves.strays[1]) == 0)
     finally:
         daemon.close()
 
@@ -256,7 +256,7 @@ def test_what_is_saved_again_meanwhile_is_kept_where_it_was(directory, monkeypat
         assert depot.metrics.get("dropped_spills", tier="lmdb", reason="failed") == 3
         assert len(depot.moves.strays[1]) == (0 if guarded else 3)
         back(directory)
-        soon(lambda: depot.troubles() == {})
+        until(lambda: depot.troubles() == {})
         assert depot.flush(20)
         assert len(depot.catalog._shelves[1].order) == (6 if guarded else 3)
         assert len(list(depot.tiers[1].store.scan())) == (6 if guarded else 3)

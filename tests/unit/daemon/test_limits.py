@@ -13,8 +13,8 @@ from kvtier.daemon.answers import Answer, Failed
 from kvtier.daemon.frames import HEADER, encode
 from kvtier.daemon.limits import Limits
 from kvtier.daemon.messages import Figures, Leave, Release
-from kvtier.testing.daemonloop import soon
 from kvtier.testing.rawclient import RawClient, hello
+from kvtier.testing.waiting import until
 
 QUICK = Limits(seconds=0.3)
 
@@ -72,7 +72,7 @@ def test_who_is_idle_stays(start):
     with RawClient(running.path) as client:
         client.greet()
         ticks = running.sessions.ticks
-        soon(lambda: running.sessions.ticks >= ticks + 3)
+        until(lambda: running.sessions.ticks >= ticks + 3)
         assert client.ask(Figures(), Answer)
 
 
@@ -86,7 +86,7 @@ def test_who_does_not_read_is_let_go_at_the_cap(start, caplog):
     running = start(Limits(unread=1 << 20))
     with RawClient(running.path) as client:
         flooding(client)
-        soon(lambda: running.sessions.open == 0)
+        until(lambda: running.sessions.open == 0)
         assert client.ended()
     assert "does not read its answers" in caplog.text
     assert running.serves()
@@ -97,12 +97,12 @@ def test_without_the_cap_all_that_would_be_kept(start):
     running = start(Limits(unread=1 << 30))
     with RawClient(running.path) as client:
         flooding(client)
-        soon(lambda: running.server._unread > 100 << 20)
+        until(lambda: running.server._unread > 100 << 20)
         assert running.sessions.open == 1
         for _ in range(2000):
             client.heard(Answer)
         assert client.ask(Figures(), Answer).figures == {"one": 1.0}
-    soon(lambda: running.server._unread == 0)
+    until(lambda: running.server._unread == 0)
 
 
 def test_what_all_together_have_begun_to_send_is_bounded(start):
@@ -112,12 +112,12 @@ def test_what_all_together_have_begun_to_send_is_bounded(start):
         first.greet()
         second.greet()
         first.sock.sendall(body + bytes(150_000))
-        soon(lambda: running.server._held > 100_000)
+        until(lambda: running.server._held > 100_000)
         second.sock.sendall(body + bytes(100_000))
         assert "too much to read; connect again later" in second.heard(Failed).text
         assert second.ended()
-        soon(lambda: running.sessions.open == 1)
-    soon(lambda: running.server._held == 0)
+        until(lambda: running.sessions.open == 1)
+    until(lambda: running.server._held == 0)
     assert running.serves()
 
 
@@ -128,10 +128,10 @@ def test_who_says_all_at_once_is_served_whatever_others_have_begun(start):
         first.greet()
         second.greet()
         first.sock.sendall(body + bytes(199_990 - len(body)))
-        soon(lambda: running.server._held == 199_990)
+        until(lambda: running.server._held == 199_990)
         assert second.ask(Figures(), Answer).figures == {"one": 1.0}
         assert running.sessions.open == 2
-    soon(lambda: running.server._held == 0)
+    until(lambda: running.server._held == 0)
 
 
 def test_without_that_bound_both_would_stay(start):
@@ -141,7 +141,7 @@ def test_without_that_bound_both_would_stay(start):
         for client in (first, second):
             client.greet()
             client.sock.sendall(body + bytes(150_000))
-        soon(lambda: running.server._held > 300_000)
+        until(lambda: running.server._held > 300_000)
         assert running.sessions.open == 2
 
 
@@ -156,7 +156,7 @@ def test_connections_are_capped_and_the_next_is_told(start):
             assert "has 2 connections, and takes no more; close some" in failed.text
             assert third.ended()
         assert first.ask(Figures(), Answer)
-    soon(lambda: running.sessions.open == 0)
+    until(lambda: running.sessions.open == 0)
     assert running.serves()
 
 
@@ -191,8 +191,8 @@ def rounds_of(running, ticks) -> int:
     server, rounds = running.server, []
     whole = server._send_posted
     server._send_posted = lambda: (rounds.append(0), whole())
-    until = running.sessions.ticks + ticks
-    soon(lambda: running.sessions.ticks >= until)
+    last = running.sessions.ticks + ticks
+    until(lambda: running.sessions.ticks >= last)
     return len(rounds)
 
 
@@ -203,7 +203,7 @@ def test_idle_connections_wake_nobody_up(served):
         assert len(served.server._connections) == 256
         assert not served.server._late
         assert rounds_of(served, 4) <= 6
-    soon(lambda: served.sessions.open == 0)
+    until(lambda: served.sessions.open == 0)
 
 
 # ---- turns
@@ -220,7 +220,7 @@ def turns_of(running, most) -> int:
         other.say(Figures(), 1)
         gate.open()
         assert other.heard(Answer)
-        soon(lambda: sessions.heard.count("Release") == most)
+        until(lambda: sessions.heard.count("Release") == most)
         return sessions.heard.index("Figures")
 
 
@@ -236,7 +236,7 @@ class Gate:
             self._open.wait()
 
         ticks = running.sessions.ticks
-        soon(lambda: running.sessions.ticks >= ticks + 2)  # the system forgets who was ready first
+        until(lambda: running.sessions.ticks >= ticks + 2)  # the system forgets who was ready first
         posted = running.server._send_posted
         running.server._send_posted = wait
         self._held.wait()

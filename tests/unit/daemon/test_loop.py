@@ -27,8 +27,9 @@ from kvtier.daemon.messages import (
     Renew,
     Unpin,
 )
-from kvtier.testing.daemonloop import RunningLoop, soon
+from kvtier.testing.daemonloop import RunningLoop
 from kvtier.testing.rawclient import RawClient, hello
+from kvtier.testing.waiting import until
 
 
 def descriptors() -> int:
@@ -48,7 +49,7 @@ def test_a_client_is_welcomed_with_the_arena_and_answered(served):
         assert client.ask(Flush(1, 1.0), Told).value, "from another thread"
         assert client.ask(Renew(1, 1.0), Failed) == Failed("MisuseError", "no such lease")
         assert client.ask(Figures(), Answer), "a caller's mistake ends nothing"
-    soon(lambda: served.sessions.open == 0)
+    until(lambda: served.sessions.open == 0)
 
 
 def test_what_wants_no_answer_gets_none(served):
@@ -81,7 +82,7 @@ def test_the_end_of_a_process_is_told_once(served):
         child.stdout.readline()
         assert served.sessions.open == 2
         child.kill()
-    soon(lambda: served.sessions.dead == [child.pid] and not served.sessions.open)
+    until(lambda: served.sessions.dead == [child.pid] and not served.sessions.open)
     assert served.serves()
 
 
@@ -174,7 +175,7 @@ def test_what_breaks_the_rules_is_told_why_and_closed_and_others_go_on(served, w
             assert REFUSED[way] in failed.text
             assert client.ended()
         assert other.ask(Figures(), Answer)
-    soon(lambda: served.sessions.open == 0)
+    until(lambda: served.sessions.open == 0)
 
 
 def test_unchecked_another_process_would_be_watched_in_its_place(served, monkeypatch):
@@ -224,7 +225,7 @@ def test_bye_closes(served):
         client.greet()
         client.say(Bye())
         assert client.ended()
-    soon(lambda: served.sessions.open == 0)
+    until(lambda: served.sessions.open == 0)
 
 
 def test_many_descriptors_at_once_close_the_connection_and_none_stays_open(served):
@@ -235,7 +236,7 @@ def test_many_descriptors_at_once_close_the_connection_and_none_stays_open(serve
         for one in files:
             os.close(one)
         assert client.ended()
-    soon(lambda: descriptors() <= before)
+    until(lambda: descriptors() <= before)
     assert served.serves()
 
 
@@ -261,7 +262,7 @@ def test_at_the_end_nobody_waits_for_who_does_not_read(tmp_path):
     running = RunningLoop(tmp_path, Limits(unread=1 << 30))
     with RawClient(running.path) as client:
         flooding(client)
-        soon(lambda: running.server._unread > 0)
+        until(lambda: running.server._unread > 0)
         began = time.monotonic()
         running.end()
         assert time.monotonic() - began < 5.0
@@ -271,7 +272,7 @@ def test_an_answer_after_the_end_of_its_connection_goes_nowhere(served):
     with RawClient(served.path) as client:
         client.greet()
         client.say(Flush(1, 1.0), 1)
-    soon(lambda: served.sessions.open == 0)
+    until(lambda: served.sessions.open == 0)
     assert served.serves()
 
 

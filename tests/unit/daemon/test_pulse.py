@@ -9,7 +9,7 @@ import pytest
 
 from kvtier.daemon.pulse import BEAT, BEAT_SECONDS, Pulse, Silence
 from kvtier.seams import ThreadFlow
-from kvtier.testing.daemonloop import soon
+from kvtier.testing.waiting import until
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ def test_it_is_silent_while_the_flow_hangs(link):
         pulse.beat()
         return heard(link[0])
 
-    soon(again)
+    until(again)
     flow.close()
 
 
