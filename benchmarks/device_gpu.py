@@ -60,18 +60,30 @@ class Bench:
         yield Choice("staged")
         yield from (Choice("direct", grid) for grid in self.sizes.grids)
 
-    def timed(self, stream: Any, work: Callable[[], object], turns: int = TURNS) -> list[float]:
-        """Return the milliseconds that some turns took on a stream, the first one left out."""
+    def timed(
+        self, stream: Any, work: Callable[[], object], *, asleep: bool = False
+    ) -> list[float]:
+        """Return the milliseconds that some turns took on a stream, the first one left out.
+
+        asleep: let the stream sleep until all is enqueued, so that the host's time does not count.
+        """
         cuda, found = self.torch.cuda, []
-        for _ in range(turns + 1):
+        for _ in range(TURNS + 1):
             begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
             cuda.synchronize()
+            if asleep:
+                self.sleep(stream)
             begin.record(stream)
             work()
             end.record(stream)
             end.synchronize()
             found.append(begin.elapsed_time(end))
         return found[1:]
+
+    def sleep(self, stream: Any) -> None:
+        """Let a stream sleep for longer than it takes to plan the copies of a call."""
+        with self.torch.cuda.stream(stream):
+            self.torch.cuda._sleep(self.sizes.sleep // 4)  # noqa: SLF001  (there is no public one)
 
     def cache(self, planes: int, block: int, blocks: int) -> Any:
         """Return a KV tensor of random bytes, [planes, blocks, bytes]."""
@@ -168,19 +180,23 @@ class Bench:
                     self.device.way = choice
                     spent: list[float] = []
 
-                    took = self.timed(
-                        self.device.stream(role).handle,
-                        lambda role=role, copies=copies, spent=spent: spent.append(
-                            1e3 * milliseconds(lambda: self.run(role, copies))
-                        ),
+                    def work(
+                        role: str = role, copies: Any = copies, spent: list[float] = spent
+                    ) -> None:
+                        spent.append(1e3 * milliseconds(lambda: self.run(role, copies)))
+
+                    stream = self.device.stream(role).handle
+                    speeds, called = (
+                        sorted(moved / one / 1e6 for one in self.timed(stream, work, asleep=asleep))
+                        for asleep in (True, False)
                     )
-                    speeds = sorted(moved / one / 1e6 for one in took)
                     least = min(spent[1:])
                     found[f"{name}, {role}, {title(choice)}"] = {
                         "gb_per_s": statistics.median(speeds),
                         "min": speeds[0],
                         "max": speeds[-1],
                         "of_link": statistics.median(speeds) / self.link[role],
+                        "gb_per_s_with_submit": statistics.median(called),
                         "submit_us_per_chunk": least / len(copies),
                         "submit_us_per_run": least / runs,
                     }
@@ -201,7 +217,7 @@ class Bench:
                 kv = self.cache(1, block, 2 * count)
                 (copy,) = self.copies(kv, count, count * block)
                 stream = self.device.stream("load").handle
-                took = self.timed(stream, lambda copy=copy: self.run("load", [copy]))
+                took = self.timed(stream, lambda copy=copy: self.run("load", [copy]), asleep=True)
                 speed = copy.slot.nbytes / statistics.median(took) / 1e6
                 found[f"{count} runs of {block >> 10} KiB"] = speed
         many = self.sizes.near_runs[-1]
@@ -209,7 +225,7 @@ class Bench:
         pages = self.device.pages(kv, 1, 8 * KIB)
         slot = self.arena[: many * 8 * KIB].reshape(1, many, 8 * KIB)
         ids = [at // 16 * 32 + at % 16 for at in range(many)]
-        took = self.timed(stream, lambda: self.run("load", [Copy(pages, ids, slot)]))
+        took = self.timed(stream, lambda: self.run("load", [Copy(pages, ids, slot)]), asleep=True)
         found["8 KiB, 16 in a row joined"] = slot.nbytes / statistics.median(took) / 1e6
         return found
 
@@ -270,10 +286,11 @@ class Bench:
         for choice in self.choices():
             self.device.way, shares = choice, []
             for _ in range(TURNS + 1):
-                begin, first, *ends = (cuda.Event(enable_timing=True) for _ in range(groups + 2))
+                first, *ends = (cuda.Event(enable_timing=True) for _ in range(groups + 1))
                 watch = cuda.Stream()
                 cuda.synchronize()
-                begin.record()
+                # All is enqueued before anything lands: an event would else be recorded too late.
+                self.sleep(self.device.stream("load").handle)
                 fences = self.run("load", copies, groups)
                 self.device.hold(fences[0], SECONDS)
                 first.record()
