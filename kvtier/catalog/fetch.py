@@ -179,7 +179,7 @@ class Fetcher:
                 part, namespace, slot, _ = self._catalog.describe(row)
                 into = self._arena.view(slot.offset, slot.nbytes)
                 wanted.append(Wanted(part.name, namespace, part.nbytes, into))
-            asked = tier.available  # else a failure says nothing of the records
+            asked = tier.readable  # else a failure says nothing of the records
             outcomes = await tier.read(wanted, deadline)
             for row, one, outcome in zip(here, wanted, outcomes, strict=True):
                 if outcome.status is Status.OK:

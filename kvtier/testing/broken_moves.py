@@ -302,8 +302,8 @@ def wait_for_what_was_evicted() -> list[Patch]:
 
 @_takes_away("a tier that failed is tried again", "after it was cleared|second time")
 def never_try_a_broken_tier_again() -> list[Patch]:
-    def broken(self: Breaker, *, ok: bool) -> None:
-        self._failures = 0 if ok else self._failures + 1
+    def broken(self: Breaker, _verb: str = "", *, ok: bool) -> None:
+        self._failures, self._unread = 0 if ok else self._failures + 1, not ok
         self._open_until = _FOREVER  # nor does the call that tries, ever end its turn
 
     return [(Breaker, "report", broken)]

@@ -317,15 +317,15 @@ class Events:
         breaker = tier._breaker
         allow, report = breaker.allow, breaker.report
 
-        def watched_allow() -> bool:
-            closed, passes = breaker.closed, allow()
+        def watched_allow(verb: str = "") -> bool:
+            closed, passes = breaker.closed, allow(verb)
             if not closed:
                 self.count("breaker_tried" if passes else "breaker_refused")
             return passes
 
-        def watched_report(*, ok: bool) -> None:
+        def watched_report(verb: str = "", *, ok: bool) -> None:
             closed = breaker.closed
-            report(ok=ok)
+            report(verb, ok=ok)
             if closed and not breaker.closed:
                 self.count("breaker_opened")
 

@@ -1,7 +1,7 @@
 """What of a tier does not work: of each kind of call, why the last ones in a row have failed.
 
-The breaker looks at all calls together, so that a disk that takes no write, and reads well, stays
-in use. Whoever asks how a tier is hears of it here.
+The breaker leaves a disk in use that takes no write, and reads well. Whoever asks how a tier is
+hears of it here.
 """
 
 from __future__ import annotations

@@ -50,8 +50,7 @@ class Tier:
     """One tier below DRAM. Its coroutines run on the Flow; none raises for a fault below.
 
     admission: which parts it takes, see Admission. writes: how much may be sent to the Store.
-    coding: what encodes records on their way down; None writes them as they are. What others
-    encoded is read either way.
+    coding: what encodes records on their way down, if anything does; any codec is read.
     """
 
     def __init__(
@@ -117,16 +116,20 @@ class Tier:
         return self._breaker.closed and not self._hung()
 
     @property
+    def readable(self) -> bool:
+        """Say whether calls that read pass at the moment."""
+        return self._breaker.reads and not self._hung()
+
+    @property
     def silent(self) -> bool:
-        """Say whether it would not be asked at the moment."""
+        """Say whether it would not be read at the moment."""
         return self._breaker.rests or self._hung()
 
     @property
     def trouble(self) -> str:
         """Return what of it does not work at the moment, and why; nothing while all does."""
-        if self._hung():
-            return _HANGS
-        return self._ailments.trouble(IN_A_ROW if self._breaker.closed else 1)
+        least = IN_A_ROW if self._breaker.closed else 1
+        return _HANGS if self._hung() else self._ailments.trouble(least)
 
     @property
     def ails(self) -> str:
@@ -171,10 +174,7 @@ class Tier:
         return out
 
     async def write(self, records: Sequence[Write]) -> list[Status]:
-        """Write records. The payloads are the call's until this returns.
-
-        What is sent to the Store is taken from the write budget, also when it fails there.
-        """
+        """Write records, out of the write budget. Payloads are the call's until this returns."""
         return [one.status for one in await self._write(records)]
 
     async def _write(self, records: Sequence[Write]) -> list[Written]:
@@ -308,7 +308,7 @@ class Tier:
             self._metrics.add("tier_errors", tier=self.name)
             self._report.warn(self.name, _HANGS)
             return failed
-        if not self._breaker.allow():
+        if not self._breaker.allow(verb):
             return failed
         self.writes.spend(sent)
         serial = self._calls = self._calls + 1
@@ -358,7 +358,7 @@ class Tier:
             self._report.warn(self.name, str(error))
             if fair():
                 self._ailments.fails(verb, str(error))
-                self._breaker.report(ok=False)
+                self._breaker.report(verb, ok=False)
             else:
                 self._breaker.pass_over()
             return failed
@@ -372,7 +372,7 @@ class Tier:
             self._ailments.fails(verb, why[0])
         elif not all(map(is_full, out)):  # that says nothing of the medium
             self._ailments.works(verb)
-        self._breaker.report(ok=bad < len(out))
+        self._breaker.report(verb, ok=bad < len(out))
         return out
 
     def _late(self, deadline: Deadline) -> bool:

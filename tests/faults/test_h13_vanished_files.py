@@ -148,7 +148,7 @@ def test_a_tier_that_does_not_answer_is_not_taken_for_empty(engines, faulty_at):
 
 def test_taken_for_failed_what_was_not_asked_for_would_be_lost(engines, faulty_at, monkeypatch):
     """The twin."""
-    monkeypatch.setattr(Tier, "available", True)
+    monkeypatch.setattr(Tier, "readable", True)
     assert outage(engines, faulty_at) == 0
 
 

@@ -27,7 +27,7 @@ class Disk:
     """A tier that answers as told: what it has not is absent."""
 
     capabilities = Capabilities()
-    available = True
+    readable = True
     THREADS = 1
 
     def __init__(self, name: str) -> None:
@@ -223,21 +223,21 @@ def test_of_two_copies_the_other_is_read_when_one_fails(bench):
     assert len(bench.strays[FAST]) == 1  # it may be there after all
 
 
-@pytest.mark.parametrize("available", [True, False])
-def test_a_part_is_lost_when_a_tier_failed_that_worked_before(bench, available):
+@pytest.mark.parametrize("readable", [True, False])
+def test_a_part_is_lost_when_a_tier_failed_that_worked_before(bench, readable):
     parts = chain(1)
     bench.keep(parts, FAST)
-    bench.tiers[FAST].available = available
+    bench.tiers[FAST].readable = readable
     bench.tiers[FAST].fate = {parts[0].name: Status.FAILED}
     assert bench.fetched(parts) is None
-    assert bench.tiers_of(parts[0]) == ([] if available else [FAST])
-    assert len(bench.strays[FAST]) == available
+    assert bench.tiers_of(parts[0]) == ([] if readable else [FAST])
+    assert len(bench.strays[FAST]) == readable
 
 
 def test_what_is_absent_is_lost_even_if_the_tier_failed_before(bench):
     parts = chain(1)
     bench.keep(parts, FAST)
-    bench.tiers[FAST].available = False
+    bench.tiers[FAST].readable = False
     bench.tiers[FAST].fate = {}
     assert bench.fetched(parts) is None
     assert bench.tiers_of(parts[0]) == []

@@ -91,6 +91,34 @@ def test_a_late_success_closes_it(breaker: Breaker):
     assert breaker.closed
 
 
+def test_what_cannot_be_written_is_read_all_the_same(breaker: Breaker, clock: Hands):
+    for _ in range(FAILURES):
+        assert breaker.allow("write")
+        breaker.report("write", ok=False)
+    assert not breaker.closed
+    assert not breaker.allow("write")
+    assert breaker.reads
+    assert not breaker.rests
+    assert breaker.allow("look up")
+    assert breaker.allow("read")
+    breaker.report("look up", ok=False)  # it is no matter of writing alone
+    assert breaker.rests
+    assert not any(map(breaker.allow, ("read", "look up", "list", "write", "delete")))
+    clock.now += REST_SECONDS
+    assert not breaker.rests
+    assert breaker.allow("read")
+    assert not breaker.allow("look up"), "half open means one"
+    breaker.report("read", ok=True)
+    assert breaker.closed
+
+
+def test_while_it_is_held_nothing_is_read(breaker: Breaker):
+    breaker.held = True
+    assert not breaker.reads
+    assert breaker.rests
+    assert not breaker.allow("read")
+
+
 # ------------------------------------------------------------------------------------- over a tier
 
 
@@ -117,8 +145,38 @@ def test_the_breaker_opens_after_five_failed_calls_and_asks_one_after_its_rest(b
     assert bench.count("fetched_bytes") == SIZE
 
 
+@pytest.mark.parametrize("verb", ["write", "delete"])
+def test_a_tier_that_cannot_be_written_is_read(bench, verb):
+    """Rested as a whole, it would have no hit while prompts are saved, which is all the time."""
+    assert bench.do("write") is OK
+
+    def fault(asked: str) -> None:
+        if asked in ("write_many", "delete_many"):
+            raise Unavailable("read only")
+
+    bench.store.fault = fault
+    for _ in range(2 * FAILURES):
+        assert bench.do(verb) is FAILED
+    calls = bench.store.calls
+    assert (bench.tier.available, bench.tier.readable, bench.tier.silent) == (False, True, False)
+    assert f"{verb}: Unavailable: read only" in bench.tier.trouble
+    assert (bench.do("contains"), bench.do("read")) == (OK, OK)
+    assert bench.store.calls == calls + 2
+
+
+def test_twin_of_all_calls_alike_it_would_not_be(bench, monkeypatch):
+    monkeypatch.setattr("kvtier.tiers.breaker._READS", frozenset())
+    monkeypatch.setattr(Breaker, "reads", Breaker.closed)
+    bench.do("write")
+    bench.fail(Unavailable("read only"))
+    for _ in range(FAILURES):
+        bench.do("write")
+    bench.heal()
+    assert bench.do("read") is FAILED
+
+
 def test_without_it_a_dead_tier_would_be_asked_for_ever(bench, monkeypatch):
-    monkeypatch.setattr(Breaker, "allow", lambda self: True)
+    monkeypatch.setattr(Breaker, "allow", lambda *_: True)
     bench.fail(Unavailable("down"))
     for _ in range(20):
         bench.do("read")
