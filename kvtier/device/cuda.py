@@ -156,7 +156,8 @@ class CudaDevice:
 
     def _drain(self, timeout: float) -> bool:
         until = monotonic() + timeout
-        fences = [stream.record() for stream in self._streams.values()]
+        # Not record(): this thread may be another than a stream's, whose turns those events end.
+        fences = [CudaFence(self.driver.record(one.handle)) for one in self._streams.values()]
         for fence in fences:
             with contextlib.suppress(Exception):  # who holds the copy's own fence hears of it
                 if not fence.wait(max(until - monotonic(), 0)):

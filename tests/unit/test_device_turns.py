@@ -115,6 +115,39 @@ def test_lent_twice_a_table_that_groups_share_spoils_copies(monkeypatch):
     assert spoiled(by_groups, 5)
 
 
+def event_after_drain(monkeypatch) -> object:
+    """Pin memory anew while another thread enqueues; return by which event its operation ends.
+
+    Just then, so that the operation comes after what is recorded to wait for.
+    """
+    driver, memory, turns = CpuDriver(), np.zeros(64, np.uint8), []
+    with closing(CudaDevice(driver, DEFAULT, in_flight=2)) as device:
+        device.pin(memory)
+        stream, record = device.stream("store"), driver.record
+
+        def record_and_enqueue(handle):
+            event = record(handle)
+            if handle is stream.handle:
+                with stream.turn() as turn:
+                    turns.append(turn)
+            return event
+
+        with monkeypatch.context() as patch:
+            patch.setattr(driver, "record", record_and_enqueue)
+            device.pin(memory[1:])
+        return turns[0].event
+
+
+def test_what_is_recorded_to_wait_for_all_ends_no_operation_of_another_thread(monkeypatch):
+    assert event_after_drain(monkeypatch) is None
+
+
+def test_recorded_as_the_streams_own_it_would_end_what_comes_after_it(monkeypatch):
+    """The twin."""
+    monkeypatch.setattr(CudaDevice, "_drain", lambda device, _: device.stream("store").record())
+    assert event_after_drain(monkeypatch) is not None
+
+
 def test_what_is_lent_is_given_to_nobody_else():
     with closing(CudaDevice(CpuDriver(), DEFAULT, in_flight=2)) as device:
         stream = device.stream("store")
