@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import threading
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -114,6 +115,18 @@ def stored(device, arena, *, edge):
 def test_a_store_waits_for_compute_and_without_its_fence_does_not(device, arena):
     assert (stored(device, arena, edge=True) == 7).all()
     assert (stored(device, arena, edge=False) == 0).all()
+
+
+def test_no_hazard_spoils_bytes_and_each_does_without_what_it_waits_for(device, arena, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    from device_order import Hazards
+
+    found = Hazards(torch, device, arena, SLEEP).all()
+    waited = {name: right for name, right in found.items() if name.endswith(", waiting")}
+    others = {name: right for name, right in found.items() if name.endswith("not waiting")}
+    assert len(waited) == len(others) == 9
+    assert all(waited.values()), waited
+    assert not any(others.values()), others
 
 
 def test_compute_waits_for_the_layers_that_it_reads(device, arena):

@@ -6,6 +6,7 @@ torch's calls for CUDA are stand-ins over the CPU's streams, so that no step is 
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 import time
 from contextlib import closing
@@ -140,7 +141,7 @@ def test_each_step_of_what_a_gpu_is_measured_by_runs(scripts, monkeypatch):
     saved, well = rehearsed(scripts, monkeypatch)
     assert well
     assert [len(one) for one in saved] == list(range(3, 3 + len(saved))), "saved after each step"
-    found = saved[-1]
+    found = json.loads(json.dumps(saved[-1]))
     assert all(found["right"].values())
     assert len(found["right"]) == 2 * 3
     assert found["copies"]["best_of_link"].keys() == {
