@@ -19,8 +19,8 @@ _LARGEST_SEED: Final = (1 << 63) - 1  # it goes to the arms as JSON
 _DEMO_PREFIXES: Final = 4
 
 
-@click.group(
-    cls=CommandGroup,
+bench: Final = CommandGroup(
+    "bench",
     lazy={
         "shared-prefix": f"{_HERE}:shared_prefix",
         "multi-turn": f"{_HERE}:multi_turn",
@@ -31,19 +31,13 @@ _DEMO_PREFIXES: Final = 4
     },
     kind="workload",
     short_help="Serve prompts with the cache and without.",
-    no_args_is_help=False,
-    invoke_without_command=True,
-)
-@click.pass_context
-def bench(ctx: click.Context) -> None:
-    """Serve prompts with the cache and without, and compare.
+    help="""Serve prompts with the cache and without, and compare.
 
     Each arm is a process of its own and gets the KV of a prefix from another place: recompute
     (no cache), hbm (the engine's own prefix cache), dram, lmdb (NVMe) or s3. Answers must be
     the same in all of them, token by token; if they are not, the exit status is 1.
-    """
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+    """,
+)
 
 
 def _spoilt(serve: Callable[..., int]) -> Callable[..., int]:

@@ -13,23 +13,17 @@ from kvtier.cli.main import CommandGroup
 _HERE: Final = "kvtier.cli.bench_vllm"
 
 
-@click.group(
-    cls=CommandGroup,
+vllm: Final = CommandGroup(
+    "vllm",
     lazy={name: f"{_HERE}:{name.replace('-', '_')}" for name in WORKLOADS},
     kind="workload",
     short_help="The same through vLLM, with its connector and without.",
-    no_args_is_help=False,
-    invoke_without_command=True,
-)
-@click.pass_context
-def vllm(ctx: click.Context) -> None:
-    """Serve prompts with real vLLM, with the connector and without, and compare.
+    help="""Serve prompts with real vLLM, with the connector and without, and compare.
 
     The arms recompute and hbm are vLLM without a connector, its own prefix cache off and on. The
     others have the connector over the tiers that they are named after.
-    """
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+    """,
+)
 
 
 def _command(name: str, arms: str) -> click.Command:

@@ -20,14 +20,22 @@ _BAD_INPUT: Final = 2
 _UNWRITTEN: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EPIPE)
 
 
+@click.pass_context
+def _help(ctx: click.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
 class CommandGroup(click.Group):
     """A group whose commands are named with their module, and imported when called.
 
-    kind: what a name that is not known is called.
+    kind: what a name that is not known is called. Without one, it shows its help.
     """
 
-    def __init__(self, *args: Any, lazy: Mapping[str, str], kind: str, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, name: str, *, lazy: Mapping[str, str], kind: str, **more: Any) -> None:
+        super().__init__(
+            name, callback=_help, no_args_is_help=False, invoke_without_command=True, **more
+        )
         self._lazy = lazy
         self._kind = kind
 
@@ -46,8 +54,8 @@ class CommandGroup(click.Group):
         return command
 
 
-@click.group(
-    cls=CommandGroup,
+cli: Final = CommandGroup(
+    "kvtier",
     lazy={
         "bench": "kvtier.cli.bench:bench",
         "doctor": "kvtier.cli.doctor:doctor",
@@ -62,16 +70,10 @@ class CommandGroup(click.Group):
         "verify": "kvtier.cli.verify:verify",
     },
     kind="command",
-    no_args_is_help=False,
-    invoke_without_command=True,
+    help="A KV-cache layer for LLM serving: GPU memory, pinned DRAM, NVMe and an object store.",
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-@click.version_option(kvtier.__version__, prog_name="kvtier")
-@click.pass_context
-def cli(ctx: click.Context) -> None:
-    """A KV-cache layer for LLM serving: GPU memory, pinned DRAM, NVMe and an object store."""
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help())
+click.version_option(kvtier.__version__, prog_name="kvtier")(cli)
 
 
 def run(args: Sequence[str] | None = None) -> int:
