@@ -25,7 +25,7 @@ CLAIM: Final = ".kvtier-collection"
 
 KEEPS_VERSIONS: Final = (
     "the bucket keeps what is deleted as old versions, and they are paid for; give it a lifecycle "
-    "rule with NoncurrentVersionExpiration"
+    "rule with NoncurrentVersionExpiration, and let these credentials read its rules"
 )
 
 _TAKEN: Final = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})

@@ -57,7 +57,8 @@ def gc(url: str, max_age: str | None, orphans_after: str, dry_run: bool, as_json
         if medium.keeps_versions():
             raise ConfigError(
                 "the bucket keeps what is deleted as old versions, so that deleting would free "
-                "nothing; give it a lifecycle rule with NoncurrentVersionExpiration"
+                "nothing; give it a lifecycle rule with NoncurrentVersionExpiration, and let these "
+                "credentials read its rules"
             )
         room = tier.capacity
         if room is not None:  # for records: what the Store takes for itself is in no list

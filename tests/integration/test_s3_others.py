@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.cli.main import run
 from kvtier.identity.record import HEADER_BYTES, checksum
+from kvtier.testing.proxy import DelayProxy, Fault
 from kvtier.testing.toy import CHUNK, dram, opened, prompt
 
 pytestmark = [pytest.mark.server, pytest.mark.usefixtures("s3_credentials")]
@@ -167,6 +168,14 @@ def test_a_bucket_that_keeps_old_versions_is_said_at_the_door(
     opened(dram(4), url).close()
     assert ("NoncurrentVersionExpiration" in caplog.text) == keeps
     assert run(["gc", url]) == (2 if keeps else 0)
+
+
+def test_rules_that_may_not_be_read_are_named(s3_server, versioned, capsys):
+    url = ruled(s3_server, versioned, [rule(Prefix="kv/")])
+    with DelayProxy(s3_server.port) as proxy:
+        proxy.inject(Fault.DENIED, "?lifecycle")
+        assert run(["gc", url.replace(s3_server.endpoint, proxy.endpoint)]) == 2
+    assert "let these credentials read its rules" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("rules", "keeps"), [([], True), ([rule(Prefix="kv/")], False)])
