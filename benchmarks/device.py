@@ -15,10 +15,11 @@ that are smaller, scattered, with holes, or in a row; by the clock, and by this 
 checked: the same in the race checker. planned: what a GPU's device does before the driver's calls,
 by CPU time, with a driver that does nothing: for sixteen such chunks in one call, and as many of 32
 MiB, as 256 tokens of Llama-3-8B have, and where each layer has a tensor, microseconds a chunk of
-each way, and a run of bytes of the batched one. grouped: a load of 16 chunks of 2 MiB, by its plan,
-in 8 groups of layers, also where each layer has a tensor. layer 0: which part of a load's bytes has
-landed when the reference engine computes its first layer behind it (both: ``device_layers.py``).
-With --device cuda it is the GPU that is measured, by ``device_gpu.py``.
+each way, also of a load in 8 groups of layers, and a run of bytes of the batched one. grouped: a
+load of 16 chunks of 2 MiB, by its plan, in 8 groups of layers, also where each layer has a tensor.
+layer 0: which part of a load's bytes has landed when the reference engine computes its first layer
+behind it (both: ``device_layers.py``). With --device cuda it is the GPU that is measured, by
+``device_gpu.py``.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from plot import draw, option
 
-from kvtier.device.base import HOLE, Copy, Device
+from kvtier.device.base import HOLE, Copy, Device, PlaneGroups
 from kvtier.device.cpu import CpuDevice, CpuFence
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.driver import Work
@@ -55,6 +57,7 @@ CALL = 32 << 20  # bytes of parts that one call copies, as one prompt has severa
 SIZES = {"2MiB": 2 << 20, "16MiB": 16 << 20}
 ROUNDS = 25
 MEMORY = 256 << 20  # of each kind
+GROUPS = 8  # of planes, of a load
 LIMITS = {
     "gather": 0.8,
     "scatter": 0.8,
@@ -207,13 +210,19 @@ def planned(kind: str, count: int, size: int, tensors: int = 1) -> dict[str, Any
     found: dict[str, Any] = {"runs": runs}
     with closing(CudaDevice(Idle(), DEFAULT)) as device:
         device.pin(slots)
+        cuts = tuple((at, at + PLANES // GROUPS) for at in range(0, PLANES, PLANES // GROUPS))
+        groups = PlaneGroups(copies, [cuts] * many, GROUPS)
         for way in PATHS:
-            device.way, used = Choice(way), []
-            for _ in range(ROUNDS + 1):
-                begin = time.thread_time()
-                device.gather(device.stream("store"), copies, ())
-                used.append((time.thread_time() - begin) * 1e6)
-            found[way] = spread([one / many for one in used[1:]])
+            device.way = Choice(way)
+            store = partial(device.gather, device.stream("store"), copies, ())
+            load = partial(device.scatter, device.stream("load"), groups, ())
+            for name, call in ((way, store), (f"{way} in groups", load)):
+                used = []
+                for _ in range(ROUNDS + 1):
+                    begin = time.thread_time()
+                    call()
+                    used.append((time.thread_time() - begin) * 1e6)
+                found[name] = spread([one / many for one in used[1:]])
     found["batch_us_per_run"] = found["batch"]["median"] * many / runs
     return found
 
@@ -262,8 +271,12 @@ def tell(
             f"{one['cpu']['median']:.1f} us of CPU time: a chunk of {name}"
         )
     for name, one in plans.items():
-        ways = ", ".join(f"{way} {one[way]['median']:.1f}" for way in PATHS)
-        print(f"planned  {ways} us a chunk, {one['batch_us_per_run']:.3f} us a run: {name}")
+        ways = ", ".join(
+            f"{way} {one[way]['median']:.1f} ({one[f'{way} in groups']['median']:.1f})"
+            for way in PATHS
+        )
+        print(f"planned  {ways} us a chunk (in groups), ", end="")
+        print(f"{one['batch_us_per_run']:.3f} us a run: {name}")
 
 
 def main() -> int:

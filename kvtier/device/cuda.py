@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain, product
 from typing import Any, Final
 
@@ -37,6 +37,7 @@ STAGING_BYTES: Final = 32 << 20
 _FEW_COPIES: Final = 8
 """Over the link, of one staged copy, whose length is not looked at."""
 _LEAST_IN_FLIGHT: Final = 2
+_CHOICES: Final = 256  # that are remembered
 _ROWS: Final = 3  # of what a batched copy takes
 _CLOSE_SECONDS: Final = 10.0
 _log = logging.getLogger("kvtier")
@@ -76,7 +77,8 @@ class CudaDevice:
             raise ConfigError(f"{in_flight} operations in flight: a staged copy needs at least 2")
         self.name = f"cuda: {driver.name}"
         self.driver = driver
-        self._table = table
+        # Measured, a table is long, and a copy in groups asks it once for each of them.
+        self._choose = lru_cache(_CHOICES)(partial(table.choose, batches=driver.batches))
         self.way = way
         self._staging_bytes = staging_bytes
         self._pinned = Pinned(driver)
@@ -198,7 +200,7 @@ class CudaDevice:
         choice = self.way
         if choice is None:
             total, count = (sum(one.total for one in planned), sum(one.count for one in planned))
-            choice = self._table.choose(role, total, count, batches=self.driver.batches)
+            choice = self._choose(role, total, count)
         for spread in planned:
             if choice.way == "batch":
                 self._batch(stream, joined(spread.expanded(stream.room)), into_slot=into_slot)

@@ -61,13 +61,18 @@ class Spread:
         self.planes = planes
         self.runs = runs
         self.first = np.array([0, len(runs)]) if first is None else first
-        self.whole = self
         self.at = 0
+        self._of: Spread | None = None
+
+    @property
+    def whole(self) -> Spread:
+        """That one. What is said of runs is found once, and there."""
+        return self if self._of is None else self._of
 
     @property
     def total(self) -> int:
         """Bytes on all planes."""
-        return self.runs.total * len(self.planes[0])
+        return self.whole.nbytes * len(self.planes[0])
 
     @property
     def counts(self) -> Signed:
@@ -80,21 +85,16 @@ class Spread:
 
         A copy's only run goes on from plane to plane, where its planes lie together at both ends.
         """
-        planes = len(self.planes[0])
-        if planes == 1:
-            return len(self.runs)
-        pages, slots = self.planes[:, 1:] - self.planes[:, :-1]
-        together = self.runs.nbytes[self.first[:-1]] == slots[0]
-        lone = self.counts == 1
-        steps = int((pages == slots).sum())  # those of slots are all the same
-        return planes * len(self.runs) - steps * int((together & lone).sum())
+        planes, (going, follow) = len(self.planes[0]), self.whole.joints
+        joints = int(follow[self.at : self.at + planes - 1].sum())
+        return planes * len(self.runs) - joints * going
 
     def on(self, first: int, stop: int) -> Spread:
         """Return it on some of the planes."""
         if (first, stop) == (0, len(self.planes[0])):
             return self
         found = Spread(self.planes[:, first:stop], self.runs, self.first)
-        found.whole, found.at = self, first
+        found._of, found.at = self, first
         return found
 
     def cut(self, most: int = CUT_BYTES) -> Spread:
@@ -110,17 +110,30 @@ class Spread:
         return (*self.planes[:: -1 if into_slot else 1], *self.runs.ends(into_slot=into_slot))
 
     @cached_property
+    def nbytes(self) -> int:
+        """Bytes on a plane."""
+        return self.runs.total
+
+    @cached_property
+    def joints(self) -> tuple[int, NDArray[np.bool_]]:
+        """Return how many copies have a run as long as slots' planes are apart, and no other.
+
+        And which planes lie as far behind the one before in the blocks as they do in slots.
+        """
+        pages, slots = self.planes[:, 1:] - self.planes[:, :-1]  # those of slots are all the same
+        long = self.runs.nbytes[self.first[:-1]] == (slots[0] if len(slots) else 0)
+        return int((long & (self.counts == 1)).sum()), pages == slots
+
+    @cached_property
     def extents(self) -> tuple[list[int], list[int]]:
-        """Return of each copy where it begins and ends in its slot, on the plane of the runs."""
-        if self.whole is not self:
-            return self.whole.extents
+        """Of each copy where it begins and ends in its slot, on the plane of the runs."""
         begins, last = self.runs.slots, self.first[1:] - 1
         ends = begins[last] + self.runs.nbytes[last]
         return begins[self.first[:-1]].tolist(), ends.tolist()
 
     def reach(self) -> tuple[int, int]:
         """Return between which addresses everything lies that is in slots."""
-        (begins, ends), planes = self.extents, self.planes[1]
+        (begins, ends), planes = self.whole.extents, self.planes[1]
         return min(begins) + int(planes[0]), max(ends) + int(planes[-1])
 
     def expanded(self, room: Room = allocated) -> Runs:

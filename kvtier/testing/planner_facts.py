@@ -106,7 +106,6 @@ def _plain_facts() -> bool:
         and not whole.planes.flags.writeable
         and whole.on(0, 2) is whole
         and (last.whole, last.at, last.total) == (whole, 1, whole.total // 2)
-        and last.extents is whole.extents  # what is the same for all planes is found once
         and spreads([[Copy(pages[:0], (1,), slot[:0, :1])]]) == [[]]
         and _rows(describe([Copy(pages[:1], (0, 2), flat)]))
         == [[at, to, 32], [at + 64, to + 32, 32]]
@@ -261,6 +260,7 @@ def _stacks() -> bool:
         [len(some) for some in [*planned, *groups]] == [3, *[1] * len(copies), 2, 3, 2]
         and _pieces(planned[0]) == _bytes(list(chain.from_iterable(by_hand)))
         and [_pieces(some) for some in planned[1:]] == [_bytes(some) for some in by_hand]
+        and all(one.count == len(_joined_apart(one)) for some in groups for one in some)
         and [_pieces(some) for some in groups] == [_bytes(some) for some in grouped]
         and all(one.count == len(_joined_apart(one)) for some in planned for one in some)
         and all(_begins(wide[some]) == begins[some] for some in slices)
