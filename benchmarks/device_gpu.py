@@ -283,11 +283,12 @@ class Bench:
         """Measure what has landed of a load when work behind its first group begins."""
         cuda, found, groups = self.torch.cuda, {}, 8  # as a cache cuts 32 layers
         copies = self.first()
+        # torch hands out a few streams over and over; of this priority nobody else here has one.
+        watch = cuda.Stream(priority=-1)
         for choice in self.choices():
             self.device.way, shares = choice, []
             for _ in range(TURNS + 1):
                 first, *ends = (cuda.Event(enable_timing=True) for _ in range(groups + 1))
-                watch = cuda.Stream()
                 cuda.synchronize()
                 # All is enqueued before anything lands: an event would else be recorded too late.
                 self.sleep(self.device.stream("load").handle)
