@@ -23,6 +23,9 @@ from kvtier.seams import ThreadFlow
 from kvtier.testing.hands import Hands
 
 PART_BYTES: Final = 4096
+SLOTS: Final = 16
+"""Of a daemon that no test has asked for more."""
+
 CHUNK: Final = 16
 """Tokens of a chunk."""
 

@@ -1,10 +1,11 @@
-"""A server's loop that a test starts, and that ends with it."""
+"""What tests of a daemon start, and what ends with them: its loop, or its sessions without one."""
 
 from __future__ import annotations
 
 import pytest
 
 from kvtier.testing.daemonloop import RunningLoop
+from kvtier.testing.small_daemon import SLOTS, SmallDaemon
 
 
 @pytest.fixture
@@ -24,3 +25,17 @@ def start(tmp_path):
 @pytest.fixture
 def served(start) -> RunningLoop:
     return start()
+
+
+@pytest.fixture
+def daemon():
+    made = SmallDaemon(SLOTS)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def client(daemon):
+    made = daemon.client(1)
+    made.join()
+    return made

@@ -15,24 +15,7 @@ from kvtier.daemon.prompts import Recall
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.geometry import Component, Geometry
 from kvtier.identity.shape import chunk_shape
-from kvtier.testing.small_daemon import CHUNK, GEOMETRY, Client, SmallDaemon, prompt
-
-SLOTS = 16
-
-
-@pytest.fixture
-def daemon():
-    made = SmallDaemon(SLOTS)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def client(daemon):
-    made = daemon.client(1)
-    made.join()
-    return made
-
+from kvtier.testing.small_daemon import CHUNK, GEOMETRY, Client, prompt
 
 # ------------------------------------------------------------------------------------------ join
 

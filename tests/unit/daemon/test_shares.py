@@ -11,25 +11,10 @@ from kvtier.daemon.grants import Grants
 from kvtier.daemon.holds import Holds
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.shape import chunk_shape
-from kvtier.testing.small_daemon import CHUNK, GEOMETRY, PART_BYTES, SmallDaemon, prompt
+from kvtier.testing.small_daemon import CHUNK, GEOMETRY, PART_BYTES, SLOTS, SmallDaemon, prompt
 
-SLOTS = 16
 HALF = SLOTS // 2
 SHAPE = chunk_shape(GEOMETRY)
-
-
-@pytest.fixture
-def daemon():
-    made = SmallDaemon(SLOTS)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def client(daemon):
-    made = daemon.client(1)
-    made.join()
-    return made
 
 
 def charged(client) -> int:

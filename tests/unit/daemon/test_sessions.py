@@ -12,23 +12,7 @@ from kvtier.daemon.holds import Holds
 from kvtier.errors import MisuseError
 from kvtier.memory.packed import unpack_slots
 from kvtier.seams import Future
-from kvtier.testing.small_daemon import CHUNK, PART_BYTES, SmallDaemon, prompt
-
-SLOTS = 16
-
-
-@pytest.fixture
-def daemon():
-    made = SmallDaemon(SLOTS)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def client(daemon):
-    made = daemon.client(1)
-    made.join()
-    return made
+from kvtier.testing.small_daemon import CHUNK, PART_BYTES, SLOTS, prompt
 
 
 def another(daemon, pid=2, **fields):

@@ -13,17 +13,9 @@ from kvtier.daemon.grants import Grants
 from kvtier.daemon.out import Outs
 from kvtier.errors import ProtocolError
 from kvtier.memory.sealed import sealed_memory
-from kvtier.testing.small_daemon import PART_BYTES, SmallDaemon, prompt
+from kvtier.testing.small_daemon import PART_BYTES, SLOTS, prompt
 
-SLOTS = 16
 SCHEDULER, RANK, OTHER_RANK, STRANGER = 1, 2, 3, 9
-
-
-@pytest.fixture
-def daemon():
-    made = SmallDaemon(SLOTS)
-    yield made
-    made.close()
 
 
 @pytest.fixture
