@@ -99,9 +99,12 @@ def _lines(found: Collected, *, dry_run: bool) -> list[str]:
     lines = [f"{found.objects:,} records, {format_bytes(found.nbytes)}"]
     if found.overshoot_bytes:
         lines[0] += f", {format_bytes(found.overshoot_bytes)} above the capacity"
+    unreadable = "records are spoilt or of another version, and were left alone"
+    if found.newer:
+        unreadable += "; some are of a later one, so that no orphans were looked for"
     for count, what in (
         (found.strangers, "objects are no records, and were left alone"),
-        (found.unreadable, "records are spoilt or of another version, and were left alone"),
+        (found.unreadable, unreadable),
         (found.unread, "records could not be read, so that no orphans were looked for; try again"),
         (found.unconfirmed, "records could not be deleted"),
     ):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from kvtier.cli.gc import _lines
 from kvtier.clock import Clock, monotonic
 from kvtier.errors import Unavailable
 from kvtier.events import note
@@ -241,6 +242,15 @@ def test_what_hangs_under_a_record_of_a_later_version_is_no_orphan():
     assert dict(run(shelf).removed) == {}
     del shelf.records[name(2)]
     assert dict(run(shelf).removed) == {"orphan": 3}, "its tail would be, if it was not there"
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_it_is_said_that_orphans_were_not_looked_for(newer):
+    shelf = Shelf([*chain(0, 2), record(2, 1, 2, codec=CODEC_SIZED_PACK + newer)])
+    shelf.spoilt = set() if newer else {name(2)}
+    out = run(shelf)
+    assert out.unreadable == 1
+    assert ("no orphans were looked for" in "".join(_lines(out, dry_run=False))) is newer
 
 
 def test_overshoot_and_money_are_told():
