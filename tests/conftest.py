@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,22 @@ LONG = (
 
 DRIVERS = ("/dev/nvidia", "anon_inode:", "pipe:")
 """What CUDA's driver opens when it first needs it, and keeps until the process ends."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Let each process begin to compile at another file, and find compiled what others did.
+
+    The order in which tests run is that of ``pytest_collection_modifyitems``.
+    """
+    report = yield
+    if isinstance(collector, pytest.Directory) and hasattr(collector.config, "workerinput"):
+        number = int(collector.config.workerinput["workerid"].removeprefix("gw"))
+        begin = len(report.result) * number // collector.config.workerinput["workercount"]
+        report.result = [*report.result[begin:], *report.result[:begin]]
+    return report
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
