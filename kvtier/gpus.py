@@ -66,10 +66,10 @@ def torch_for_gpu(index: int, otherwise: str) -> Any:
         torch.cuda.init()
         count = torch.cuda.device_count()
     except (RuntimeError, AssertionError) as error:  # no driver, an old one, or no GPU
-        raise ConfigError(
-            f"CUDA cannot be used: {error}; install a driver that is as new as CUDA "
-            f"{torch.version.cuda}; {otherwise}"
-        ) from error
+        remedy = f"install a driver that is as new as CUDA {torch.version.cuda}"
+        if "fork" in str(error):  # the parent uses CUDA, which does not cross it
+            remedy = "start this process by spawn, or use CUDA in its parent only after the fork"
+        raise ConfigError(f"CUDA cannot be used: {error}; {remedy}; {otherwise}") from error
     if not 0 <= index < count:
         raise ConfigError(f"GPU {index} is not there, of {count} that torch finds; {otherwise}")
     return torch

@@ -23,17 +23,20 @@ def test_without_cuda_the_reason_is_told_and_no_cpu_taken(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "said", ["The NVIDIA driver on your system is too old", "no NVIDIA driver"]
+    ("said", "remedy"),
+    [
+        ("The NVIDIA driver on your system is too old", "install a driver .* 13.0"),
+        ("no NVIDIA driver", "install a driver .* 13.0"),
+        ("Cannot re-initialize CUDA in forked subprocess", "start this process by spawn"),
+    ],
 )
-def test_an_old_driver_or_none_is_told(monkeypatch, said):
+def test_an_old_driver_or_none_is_told(monkeypatch, said, remedy):
     def init():
         raise RuntimeError(said)
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
-    with pytest.raises(
-        ConfigError, match=rf"CUDA cannot be used: {said}; install a driver .* 13.0"
-    ):
+    with pytest.raises(ConfigError, match=rf"CUDA cannot be used: {said}; {remedy}"):
         cuda_device()
 
 
