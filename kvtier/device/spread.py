@@ -131,6 +131,21 @@ class Spread:
         ends = begins[last] + self.runs.nbytes[last]
         return begins[self.first[:-1]].tolist(), ends.tolist()
 
+    @cached_property
+    def pieces(self) -> tuple[Numbers, Numbers, Signed]:
+        """What lies together in slots, on the plane of the runs: where, and how many bytes.
+
+        And of each copy its first one; at last how many there are.
+        """
+        runs = self.runs
+        ends = runs.slots + runs.nbytes
+        begins = np.empty(len(runs) + 1, np.bool_)
+        np.not_equal(ends[:-1], runs.slots[1:], out=begins[1:-1])
+        begins[self.first] = True
+        bounds = begins.nonzero()[0]
+        at, last = bounds[:-1], bounds[1:] - 1
+        return runs.slots[at], ends[last] - runs.slots[at], at.searchsorted(self.first)
+
     def reach(self) -> tuple[int, int]:
         """Return between which addresses everything lies that is in slots."""
         (begins, ends), planes = self.whole.extents, self.planes[1]

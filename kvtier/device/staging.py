@@ -50,21 +50,14 @@ class Staged:
     """
 
     def __init__(self, spread: Spread) -> None:
-        runs, first, planes = spread.runs, spread.first, spread.planes[1]
-        ends = runs.slots + runs.nbytes
-        begins = np.empty(len(runs) + 1, np.bool_)
-        np.not_equal(ends[:-1], runs.slots[1:], out=begins[1:-1])
-        begins[first] = True
-        bounds = begins.nonzero()[0]
-        at, last = bounds[:-1], bounds[1:] - 1
+        planes = spread.planes[1]
         self._spread = spread
-        self._slots = runs.slots[at]
-        self._nbytes = ends[last] - self._slots
-        self._first = at.searchsorted(first)
+        self._extents = spread.whole.extents
+        self._slots, self._nbytes, self._first = spread.whole.pieces
         self._step = int(planes[1] - planes[0]) if len(planes) > 1 else 0
         # So long, it is all of a copy: its planes lie together, and are one run.
         whole = int((self._nbytes == self._step).sum())
-        self.runs = len(planes) * (len(at) - whole) + whole
+        self.runs = len(planes) * (len(self._slots) - whole) + whole
 
     def stages(self, staging: int, most: int, planes: int, runs: int) -> Iterator[Stage]:
         """Yield what goes through `most` bytes at an address, of at most so many planes.
@@ -74,7 +67,7 @@ class Staged:
         """
         most -= most % _ALIGNED
         spread = self._spread.cut(min(CUT_BYTES, most))
-        widest = max(end - begin for begin, end in zip(*spread.extents, strict=True))
+        widest = max(end - begin for begin, end in zip(*self._extents, strict=True))
         longest = max(stop - begin for begin, stop in pairwise(spread.first.tolist()))
         if widest > most or longest > runs:
             for half in _halves(spread):
@@ -94,7 +87,7 @@ class Staged:
         link: list[Piece] = []
         shifts, used, begun = [], 0, 0
         # By Python: of a few dozen numbers, numpy would take three times as long.
-        for copy, (begin, end) in enumerate(zip(*spread.extents, strict=True)):
+        for copy, (begin, end) in enumerate(zip(*self._extents, strict=True)):
             nbytes = end - begin + above
             if used + nbytes > most or first[copy + 1] - begun > runs:
                 lots.append(Lot(first[copy], link))
