@@ -43,12 +43,32 @@ _CLOSE_SECONDS: Final = 10.0
 _log = logging.getLogger("kvtier")
 
 
-class _Tables(contextlib.ExitStack):
-    """What launches the kernel on planes of some runs, by those; lent until a call has ended."""
+_Launch = Callable[[range, range, int], None]
+"""Launches the kernel on some runs and planes of a table, on a grid."""
 
-    def __init__(self) -> None:
+
+class _Tables(contextlib.ExitStack):
+    """Tables of what several groups have other planes of: lent until a call has ended.
+
+    direct, staged: by the whole, what launches the kernel on its table; None: it has none.
+    """
+
+    def __init__(
+        self, room: int, upload: Callable[[Spread], contextlib.AbstractContextManager[_Launch]]
+    ) -> None:
         super().__init__()
-        self.known: dict[int, Callable[[range, int], None]] = {}
+        self.direct: dict[int, Callable[[range, int], None] | None] = {}
+        self.staged: dict[int, tuple[Stage, _Launch] | None] = {}
+        self._room = room
+        self._upload = upload
+
+    def lend(self, spread: Spread) -> _Launch | None:
+        """Upload a table; None where there is no room for it, or for more of them."""
+        fits = len(spread.planes[0]) <= TABLE_PLANES and len(spread.runs) <= TABLE_RUNS
+        if not fits or not self._room:
+            return None
+        self._room -= 1
+        return self.enter_context(self._upload(spread))
 
 
 class CudaDevice:
@@ -125,7 +145,7 @@ class CudaDevice:
         (planned,) = self._planned([copies])
         for fence in after:
             mine.wait(fence)
-        with _Tables() as tables:
+        with self._tables(mine, into_slot=True) as tables:
             self._move(mine, "store", planned, tables, into_slot=True)
         return mine.record()
 
@@ -138,7 +158,7 @@ class CudaDevice:
         for fence in after:
             mine.wait(fence)
         fences: list[Fence] = []
-        with _Tables() as tables:
+        with self._tables(mine, into_slot=False) as tables:
             for planned in each:
                 self._move(mine, "load", planned, tables, into_slot=False)
                 fences.append(mine.record())
@@ -204,7 +224,9 @@ class CudaDevice:
         for spread in planned:
             if choice.way == "batch":
                 self._batch(stream, joined(spread.expanded(stream.room)), into_slot=into_slot)
-            elif choice.way == "direct" or not self._stages(stream, spread, into_slot=into_slot):
+            elif choice.way == "direct" or not self._stages(
+                stream, spread, tables, into_slot=into_slot
+            ):
                 self._launch(stream, spread, choice.grid, tables, into_slot=into_slot)
 
     def _batch(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
@@ -217,10 +239,15 @@ class CudaDevice:
         self, stream: CudaStream, spread: Spread, grid: int, tables: _Tables, *, into_slot: bool
     ) -> None:
         """Copy by the kernel, planes of what other groups have others of by one table for all."""
-        launch = self._shared(stream, spread, tables, into_slot=into_slot)
+        whole, known = spread.whole, tables.direct
+        if whole is not spread and id(whole) not in known:
+            cut = whole.cut()
+            lent = tables.lend(cut)
+            known[id(whole)] = lent and partial(lent, range(len(cut.runs)))
+        launch = known.get(id(whole))
         if launch is not None:
             with stream.turn():  # it is an operation in flight, as each is
-                launch(range(spread.at, spread.at + len(spread.planes[0])), grid)
+                launch(_planes(spread), grid)
             return
         spread = spread.cut()
         for planes, runs in product(
@@ -230,22 +257,15 @@ class CudaDevice:
             with self._uploaded(stream, part, into_slot=into_slot) as launched:
                 launched(range(len(part.runs)), range(len(part.planes[0])), grid)
 
-    def _shared(
-        self, stream: CudaStream, spread: Spread, tables: _Tables, *, into_slot: bool
-    ) -> Callable[[range, int], None] | None:
-        """Return what launches the kernel on planes of the whole; None where it has no table."""
-        whole, known = spread.whole, tables.known
-        if whole is not spread and id(whole) not in known and len(known) < stream.in_flight - 1:
-            cut = whole.cut()
-            if len(cut.planes[0]) <= TABLE_PLANES and len(cut.runs) <= TABLE_RUNS:
-                launch = tables.enter_context(self._uploaded(stream, cut, into_slot=into_slot))
-                known[id(whole)] = partial(launch, range(len(cut.runs)))
-        return known.get(id(whole))
+    def _tables(self, stream: CudaStream, *, into_slot: bool) -> _Tables:
+        """Return the tables of a call, which leave one turn for each of its operations."""
+        upload = partial(self._uploaded, stream, into_slot=into_slot)
+        return _Tables(stream.in_flight - 1, upload)
 
     @contextlib.contextmanager
     def _uploaded(
         self, stream: CudaStream, spread: Spread, *, into_slot: bool
-    ) -> Iterator[Callable[[range, range, int], None]]:
+    ) -> Iterator[_Launch]:
         """Enqueue a table; give what launches the kernel on some runs and planes, on a grid.
 
         A turn has room for so many runs and planes.
@@ -263,7 +283,9 @@ class CudaDevice:
 
             yield launch
 
-    def _stages(self, stream: CudaStream, spread: Spread, *, into_slot: bool) -> bool:
+    def _stages(
+        self, stream: CudaStream, spread: Spread, tables: _Tables, *, into_slot: bool
+    ) -> bool:
         """Copy through the GPU's own memory: the kernel there, the copy engine over the link.
 
         All is on one stream, so that one staging buffer is enough: in it nothing meets.
@@ -272,30 +294,66 @@ class CudaDevice:
         staged = Staged(spread)
         if staged.runs > _FEW_COPIES and spread.total < staged.runs * LINK_BYTES:
             return False
-        place = (self._staging[stream].address, self._staging_bytes)
-        for stage in staged.stages(*place, TABLE_PLANES, TABLE_RUNS):
-            first = 0
+        whole, known = spread.whole, tables.staged
+        if whole is not spread and id(whole) not in known:
+            known[id(whole)] = self._at_once(stream, whole, tables)
+        shared = known.get(id(whole))
+        if shared is not None:
+            stage, launch = shared
+            with stream.turn():
+                self._lots(stream, stage, stage.lots, _planes(spread), launch, into_slot=into_slot)
+            return True
+        for stage in staged.stages(*self._place(stream), TABLE_PLANES, TABLE_RUNS):
+            first, planes = 0, range(len(stage.inner.planes[0]))
             for lots in _few(stage.lots, TABLE_RUNS):
-                self._lots(stream, stage, lots, first, into_slot=into_slot)
+                runs = stage.inner.runs.some(slice(first, lots[-1].stop))
+                inner = Spread(stage.inner.planes, runs)
+                with self._uploaded(stream, inner, into_slot=into_slot) as launch:
+                    self._lots(stream, stage, lots, planes, launch, first, into_slot=into_slot)
                 first = lots[-1].stop
         return True
 
+    def _place(self, stream: CudaStream) -> tuple[int, int]:
+        """Return where copies of a stream are staged, and how many bytes of them."""
+        return self._staging[stream].address, self._staging_bytes
+
+    def _at_once(
+        self, stream: CudaStream, whole: Spread, tables: _Tables
+    ) -> tuple[Stage, _Launch] | None:
+        """Return how all of some copies are staged at once; None where they are too many."""
+        if whole.total > self._staging_bytes:
+            return None
+        stages = list(Staged(whole).stages(*self._place(stream), TABLE_PLANES, TABLE_RUNS))
+        lent = tables.lend(stages[0].inner) if sum(len(one.lots) for one in stages) == 1 else None
+        return lent and (stages[0], lent)
+
     def _lots(
-        self, stream: CudaStream, stage: Stage, lots: Sequence[Lot], first: int, *, into_slot: bool
+        self,
+        stream: CudaStream,
+        stage: Stage,
+        lots: Sequence[Lot],
+        planes: range,
+        launch: _Launch,
+        first: int = 0,
+        *,
+        into_slot: bool,
     ) -> None:
-        """Copy lots, of which the first begins with the run `first`, by one table."""
-        inner = Spread(stage.inner.planes, stage.inner.runs.some(slice(first, lots[-1].stop)))
-        with self._uploaded(stream, inner, into_slot=into_slot) as launch:
-            at, whole = 0, range(len(inner.planes[0]))
-            for lot in lots:
-                work, at = (range(at, lot.stop - first), whole), lot.stop - first
-                if into_slot:
-                    launch(*work, self.driver.processors)
-                for there, slot, nbytes, planes in lot.link:
-                    to, of = (slot, there) if into_slot else (there, slot)
-                    self.driver.copy(stream.handle, to, of, nbytes, planes, stage.step)
-                if not into_slot:
-                    launch(*work, self.driver.processors)
+        """Copy lots on some planes. launch: by their table, whose first run is number `first`."""
+        at = 0
+        for lot in lots:
+            runs, at = range(at, lot.stop - first), lot.stop - first
+            if into_slot:
+                launch(runs, planes, self.driver.processors)
+            for there, slot, nbytes, over in stage.link(lot, planes.start, len(planes)):
+                to, of = (slot, there) if into_slot else (there, slot)
+                self.driver.copy(stream.handle, to, of, nbytes, over, stage.step)
+            if not into_slot:
+                launch(runs, planes, self.driver.processors)
+
+
+def _planes(spread: Spread) -> range:
+    """Return which planes of the whole it has."""
+    return range(spread.at, spread.at + len(spread.planes[0]))
 
 
 def _parts(count: int, most: int) -> list[slice]:

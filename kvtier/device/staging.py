@@ -25,10 +25,14 @@ on the first plane; how many on a plane, and on how many planes."""
 
 
 class Lot(NamedTuple):
-    """Copies that are in the place between together. stop: the run behind their last."""
+    """Copies that are in the place between together. stop: the run behind their last.
+
+    pieces: what lies together on the first plane: how many bytes, where in the place between, and
+    where in slots.
+    """
 
     stop: int
-    link: list[Piece]
+    pieces: list[tuple[int, int, int]]
 
 
 class Stage(NamedTuple):
@@ -41,6 +45,17 @@ class Stage(NamedTuple):
     inner: Spread
     lots: list[Lot]
     step: int
+
+    def link(self, lot: Lot, first: int, planes: int) -> list[Piece]:
+        """Return what of a lot goes over the link, on so many planes from one of them on."""
+        found: list[Piece] = []
+        above = first * self.step
+        for nbytes, there, slot in lot.pieces:
+            size, over = nbytes, planes
+            if nbytes == self.step:
+                size, over = nbytes * planes, 1
+            _append(found, (there + above, slot + above, size, over))
+        return found
 
 
 class Staged:
@@ -84,23 +99,21 @@ class Staged:
         low, above = int(planes[0]), int(planes[-1] - planes[0])
         slots, sizes, pieces = (one.tolist() for one in (self._slots, self._nbytes, self._first))
         lots: list[Lot] = []
-        link: list[Piece] = []
+        found: list[tuple[int, int, int]] = []
         shifts, used, begun = [], 0, 0
         # By Python: of a few dozen numbers, numpy would take three times as long.
         for copy, (begin, end) in enumerate(zip(*self._extents, strict=True)):
             nbytes = end - begin + above
             if used + nbytes > most or first[copy + 1] - begun > runs:
-                lots.append(Lot(first[copy], link))
-                link, used, begun = [], 0, first[copy]
+                lots.append(Lot(first[copy], found))
+                found, used, begun = [], 0, first[copy]
             shift = staging + used - begin - low
             shifts.append(shift)
             for piece in range(pieces[copy], pieces[copy + 1]):
-                slot, size, over = slots[piece] + low, sizes[piece], len(planes)
-                if size == self._step:
-                    size, over = size * over, 1
-                _append(link, (slot + shift, slot, size, over))
+                slot = slots[piece] + low
+                found.append((sizes[piece], slot + shift, slot))
             used += nbytes + -nbytes % _ALIGNED
-        lots.append(Lot(first[-1], link))
+        lots.append(Lot(first[-1], found))
         moved = np.array(shifts, np.int64).view(np.uint64).repeat(spread.counts)
         inner = Runs(spread.runs.pages, spread.runs.slots + moved, spread.runs.nbytes)
         return Stage(Spread(spread.planes, inner, spread.first), lots, self._step)

@@ -14,7 +14,7 @@ from kvtier.device.descriptors import CUT_BYTES, Runs, cut, joined
 from kvtier.device.layout import byte_pages
 from kvtier.device.spread import Spread, describe, spreads
 from kvtier.device.stack import Bytes, Planes, Stack, stacked
-from kvtier.device.staging import Staged
+from kvtier.device.staging import Piece, Stage, Staged
 from kvtier.errors import ConfigError, MisuseError
 
 _MANY: Final = (1000, 1000)
@@ -170,20 +170,23 @@ def _staged_facts() -> bool:
         spread.reach() == (at, at + 5 * 192)
         and spread.total == 4 * 192
         and (Staged(spread).runs, Staged(several).runs, Staged(uneven).runs) == (4, 8, 2)
-        and found.lots
+        and _links(found)
         == [
             (6, [(1024, slots[0], 2 * 192, 1), (1408, slots[2], 192, 1)]),
             (8, [(1024, slots[3], 192, 1)]),
         ]
-        and [stage.lots for stage in thin]
+        and [_links(stage) for stage in thin]
         == [
             [(2 * n, [(1024, slot + half, 96, 1)]) for n, slot in enumerate(slots, 1)]
             for half in (0, 96)
         ]
-        and parts.lots == [(3, [(1024, at + 960, 32, 4), (1200, at + 992, 16, 4)])]
+        and _links(parts) == [(3, [(1024, at + 960, 32, 4), (1200, at + 992, 16, 4)])]
         and (parts.step, found.step, split.step) == (48, 48, 0)
-        and split.lots == [(2, [(1024 + 32 * n, odd.ctypes.data + 24 * n, 24, 1) for n in (0, 1)])]
-        and beside.lots == [(4, [(1024, at + 768, 192, 1), (1216, at + 960, 16, 4)])]
+        and parts.link(parts.lots[0], 1, 2) == [(1072, at + 1008, 32, 2), (1248, at + 1040, 16, 2)]
+        and found.link(found.lots[1], 3, 1) == [(1168, slots[3] + 144, 48, 1)]
+        and _links(split)
+        == [(2, [(1024 + 32 * n, odd.ctypes.data + 24 * n, 24, 1) for n in (0, 1)])]
+        and _links(beside) == [(4, [(1024, at + 768, 192, 1), (1216, at + 960, 16, 4)])]
         and [stop for (stage,) in (fours,) for stop, _ in stage.lots] == [4, 8]
         and [stop for (stage,) in (twos,) for stop, _ in stage.lots] == [2, 4, 6, 8]
         and {stop for stage in ones for stop, _ in stage.lots} == {1}
@@ -191,6 +194,12 @@ def _staged_facts() -> bool:
         and stage.inner.runs.nbytes.tolist() == [CUT_BYTES, 16]
         and spreads([single])[0][0].count == 2
     )
+
+
+def _links(stage: Stage) -> list[tuple[int, list[Piece]]]:
+    """Return of each lot the run behind its last, and what goes over the link on all planes."""
+    planes = len(stage.inner.planes[0])
+    return [(lot.stop, stage.link(lot, 0, planes)) for lot in stage.lots]
 
 
 def _cut_groups() -> bool:
@@ -213,7 +222,7 @@ def _cut_groups() -> bool:
         [len(some) for some in cut] == [1, 2, 2]
         and each == same
         and third.reach() == (arena[0, 3].ctypes.data, arena[2].ctypes.data)
-        and stage.lots
+        and _links(stage)
         == [
             (
                 4,

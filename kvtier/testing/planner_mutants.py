@@ -107,7 +107,8 @@ def _by_stages(
         if low < address or high > address + most:
             raise AssertionError(f"{low} to {high} is not in {most} bytes at {address}")
         run = 0
-        for stop, link in stage.lots:
+        for lot in stage.lots:
+            stop, link = lot.stop, stage.link(lot, 0, len(stage.inner.planes[0]))
             inner = Spread(stage.inner.planes, stage.inner.runs.some(slice(run, stop)))
             run, over = stop, Runs(*np.array(list(_over(link, stage.step)), np.uint64).T)
             steps = (partial(_by_planes, inner), partial(_move, over))

@@ -14,7 +14,7 @@ from kvtier.device import turns as module
 from kvtier.device.base import Copy, PlaneGroups
 from kvtier.device.chaos import ChaosDevice
 from kvtier.device.cuda import CudaDevice
-from kvtier.device.paths import DEFAULT, Choice
+from kvtier.device.paths import DEFAULT, Choice, Way
 from kvtier.device.turns import CudaStream, Turn
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.forks import forked
@@ -31,12 +31,12 @@ def pages(seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 200, shape, np.uint8)
 
 
-def crowd(seed: int, work: Work, count: int = 12) -> bool:
+def crowd(seed: int, work: Work, count: int, way: Way) -> bool:
     """Enqueue more than may be in flight, on adverse streams; say whether all bytes are right."""
     chaos, kv = ChaosDevice(seed, "lazy"), pages(seed)
     slots = np.random.default_rng(seed + 1).integers(0, 200, (count, PLANES, 2, BYTES), np.uint8)
     driver = CpuDriver(chaos._stream, chaos.compute)
-    device = CudaDevice(driver, DEFAULT, Choice("direct"), in_flight=2)
+    device = CudaDevice(driver, DEFAULT, Choice(way), in_flight=2)
     with closing(chaos), closing(device):
         device.pin(slots)
         try:
@@ -73,31 +73,36 @@ def by_groups(device, kv, slots):
     device.scatter(device.stream("load"), groups, ())
 
 
-def spoiled(work: Work, count: int) -> bool:
+def spoiled(work: Work, count: int, way: Way = "direct") -> bool:
     """Say whether some schedule has wrong bytes, or crashes, as its addresses may be such bytes."""
 
     def silently(seed: int) -> bool:
         faulthandler.disable()
-        return crowd(seed, work, count)
+        return crowd(seed, work, count, way)
 
     jobs = [partial(silently, seed) for seed in SEEDS]
     return not all(one.result for one in forked(jobs, seconds=20))
 
 
-WORK = {"one by one": (one_by_one, 12), "in one call": (in_one_call, 6), "groups": (by_groups, 5)}
-each = pytest.mark.parametrize(("work", "count"), WORK.values(), ids=WORK)
+WORK = {
+    "one by one": (one_by_one, 12, "direct"),
+    "in one call": (in_one_call, 6, "direct"),
+    "groups": (by_groups, 5, "direct"),
+    "groups, staged": (by_groups, 5, "staged"),
+}
+each = pytest.mark.parametrize(("work", "count", "way"), WORK.values(), ids=WORK)
 
 
 @each
-def test_no_table_is_written_anew_before_its_copy_has_read_it(work, count):
-    assert all(crowd(seed, work, count) for seed in SEEDS)
+def test_no_table_is_written_anew_before_its_copy_has_read_it(work, count, way):
+    assert all(crowd(seed, work, count, way) for seed in SEEDS)
 
 
 @each
-def test_written_anew_at_once_it_spoils_copies(work, count, monkeypatch):
+def test_written_anew_at_once_it_spoils_copies(work, count, way, monkeypatch):
     """The twin: an operation that does not wait for its turn."""
     monkeypatch.setattr(module, "_ended", lambda event: True)
-    assert spoiled(work, count)
+    assert spoiled(work, count, way)
 
 
 def test_one_that_does_not_know_what_has_no_event_yet_spoils_copies(monkeypatch):
@@ -109,10 +114,11 @@ def test_one_that_does_not_know_what_has_no_event_yet_spoils_copies(monkeypatch)
     assert spoiled(in_one_call, 6)
 
 
-def test_lent_twice_a_table_that_groups_share_spoils_copies(monkeypatch):
+@pytest.mark.parametrize("way", ["direct", "staged"])
+def test_lent_twice_a_table_that_groups_share_spoils_copies(way, monkeypatch):
     """The twin: what comes between two groups of planes takes the table of both."""
     monkeypatch.setattr(Turn, "lent", property(lambda _: False, lambda *_: None), raising=False)
-    assert spoiled(by_groups, 5)
+    assert spoiled(by_groups, 5, way)
 
 
 def event_after_drain(monkeypatch) -> object:
@@ -167,6 +173,27 @@ def test_groups_of_planes_share_a_table_that_is_uploaded_once():
         fences = device.scatter(device.stream("load"), groups, ())
         assert all(fence.wait(SECONDS) for fence in fences)
     assert driver.calls == ["copy", *["launch 2"] * 3]
+    assert all(np.array_equal(kv[:, ids(at)], slot) for at, slot in enumerate(slots))
+
+
+@pytest.mark.parametrize(
+    ("missing", "calls"),
+    [
+        (0, ["copy", *3 * ["copy", "copy", "launch 4"]]),  # a table, and then slot by slot
+        (1, 3 * ["copy", "copy", "copy", "launch 4"]),
+    ],
+)
+def test_groups_of_planes_are_staged_by_one_table_where_all_has_room(missing, calls):
+    kv, driver = pages(), CpuDriver()
+    slots = np.random.default_rng(1).integers(0, 200, (2, PLANES, 2, BYTES), np.uint8)
+    way, room = Choice("staged", 2), slots.nbytes - missing
+    with closing(CudaDevice(driver, DEFAULT, way, staging_bytes=room)) as device:
+        device.pin(slots)
+        copies = [Copy(kv, ids(at), slot) for at, slot in enumerate(slots)]
+        groups = PlaneGroups(copies, [((0, 1), (1, 4), (4, 6))] * 2, 3)
+        fences = device.scatter(device.stream("load"), groups, ())
+        assert all(fence.wait(SECONDS) for fence in fences)
+    assert driver.calls == calls
     assert all(np.array_equal(kv[:, ids(at)], slot) for at, slot in enumerate(slots))
 
 
