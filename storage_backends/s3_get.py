@@ -14,7 +14,7 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from kvtier.storage_backends.s3_send import Answer, Request, Sender
-from kvtier.storage_backends.s3_service import Place, Settings
+from kvtier.storage_backends.s3_service import Place, Settings, new_session
 
 _CODE: Final = re.compile(rb"<Code>([^<]{1,64})</Code>")
 _MESSAGE: Final = re.compile(rb"<Message>([^<]{1,512})</Message>")
@@ -27,10 +27,9 @@ class Getter:
     """
 
     def __init__(self, client: Any, place: Place, sender: Sender) -> None:
-        import boto3
         from botocore.auth import S3SigV4Auth
 
-        self._credentials = boto3.session.Session().get_credentials()
+        self._credentials = new_session().get_credentials()
         self._region = client.meta.region_name or "us-east-1"
         self._signer = S3SigV4Auth
         self._url = f"{bucket_url(client, place.bucket)}/{quote(place.prefix, safe='/~')}"
@@ -61,10 +60,9 @@ def sender_for(url: str, settings: Settings, most: int) -> Sender:
 
     most: connections kept. Raises ConfigError.
     """
-    import boto3
     from botocore.utils import get_environ_proxies
 
-    session = boto3.session.Session()
+    session = new_session()
     trusted = session._session.get_config_variable("ca_bundle") or ""  # noqa: SLF001
     timeouts = (settings.connect_timeout, settings.read_timeout)
     return Sender(timeouts, most, trusted, get_environ_proxies(url))

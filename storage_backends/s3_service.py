@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
@@ -111,11 +112,10 @@ def record_of(text: str) -> RecordId | None:
 def connect(settings: Settings) -> Any:
     """Return a client; nothing is sent yet."""
     # boto3 takes a third of a second to import: only who uses this tier pays.
-    import boto3
     from botocore.config import Config
 
     region, endpoint, addressing, connect_timeout, read_timeout = settings
-    session = boto3.session.Session()
+    session = new_session()
 
     def build(*, sign_payload: bool) -> Any:
         own: dict[str, object] = {"payload_signing_enabled": sign_payload}
@@ -143,6 +143,29 @@ def connect(settings: Settings) -> Any:
         client = build(sign_payload=True)
     client.meta.events.register_last("before-parameter-build.s3", _stay)
     return client
+
+
+def new_session() -> Any:
+    """Return a session of boto3 for what the environment says now.
+
+    AWS's description of S3 takes it a tenth of a second to read: that is read once in a process.
+    """
+    import boto3
+    import botocore.session
+
+    core = botocore.session.get_session()
+    loader = _loader(core.get_config_variable("data_path"))
+    core.register_component("data_loader", loader)
+    session = boto3.session.Session(botocore_session=core)
+    loader.search_paths[:] = dict.fromkeys(loader.search_paths)  # each session adds boto3's
+    return session
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Any:
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
 
 
 def _stay(context: dict[str, Any], **_: object) -> None:
