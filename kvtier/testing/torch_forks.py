@@ -22,8 +22,6 @@ from typing import Final
 
 from kvtier.testing.with_parent import fork_with_parent, with_parent
 
-__all__ = ["TorchFork", "TorchForks", "main"]
-
 _MESSAGE_BYTES: Final = 1 << 16
 _DESCRIPTORS: Final = 8
 _FORK_SECONDS: Final = 50.0
