@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, TypeVar
 
 from kvtier.clock import monotonic
-from kvtier.errors import ConfigError, Corrupt, Unavailable, Unreachable
+from kvtier.errors import ConfigError, Corrupt, Newer, Unavailable, Unreachable
 from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, Header, RecordId
 from kvtier.seams import Future
@@ -333,8 +333,11 @@ class S3Store:
         self._client.put_object(**self._object(header.id), Body=body)
 
     def _has(self, header: Header) -> bool:
+        """Say whether that very record is there. Raises Newer for one that is to stay as it is."""
         try:
             return self._header(header.id) == header
+        except Newer:
+            raise
         except (Corrupt, AbsentError):
             return False
 

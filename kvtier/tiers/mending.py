@@ -71,10 +71,14 @@ class Mending:
         rest = [one for one, stays in zip(records, left, strict=True) if not stays]
         cleared = self.clear([one.header.id for one in rest]) is not None
         sent = iter(send(rest) if cleared else [Written(Status.FAILED, one.header) for one in rest])
-        return [
+        out = [
             Written(Status.NEWER, one.header) if stays else next(sent)
             for one, stays in zip(records, left, strict=True)
         ]
+        for one in out:
+            if one.status is Status.NEWER:
+                self.leave(one.header.id)
+        return out
 
     def looked(self, records: Sequence[RecordId], found: list[Status]) -> list[Status]:
         """Take note of what a look-up found, and return that."""

@@ -158,6 +158,8 @@ class Packer:
             lengths = tuple(each.stored_bytes for each in headers) if sized else ()
             names = [each.id for each in headers]
             self.places.written(record.header.id, names, headers[0].raw_bytes, lengths)
+        elif status is Status.NEWER:
+            self._mending.leave(record.header.id)
         return status
 
     def _packed(self, members: Sequence[Write]) -> tuple[Write, list[Header]]:

@@ -15,7 +15,7 @@ import pytest
 from kvtier.identity.record import HEADER_BYTES, checksum
 from kvtier.storage_backends.s3 import S3Store
 from kvtier.storage_backends.s3_service import Place, Settings, connect
-from kvtier.testing.records import make_record
+from kvtier.testing.records import make_record, newer_record
 from kvtier.testing.store_suite import StoreSuite
 from kvtier.testing.waiting import lives, until
 from kvtier.tiers.store import Read, Status, Write
@@ -193,6 +193,18 @@ def test_a_wrong_object_is_corrupt_and_nowhere_listed(store, objects, damage, si
     assert statuses(store, each) == [Status.OK]
     assert store.delete_many([each.header.id]) == [Status.OK]
     assert store.delete_many([each.header.id]) == [Status.ABSENT]
+
+
+@pytest.mark.parametrize(("size", "kept"), [(2 * MIB, True), (1000, False)])
+def test_what_a_later_version_has_put_there_is_kept_where_it_is_looked_for(
+    store, objects, size, kept
+):
+    """As where a PUT is worth a look before, by a host that has not met it."""
+    newer, mine = newer_record(1, size), make_record(1, size)
+    there = newer.header.pack() + bytes(newer.data)
+    objects.put(newer, there)
+    assert store.write_many([mine]) == [Status.NEWER if kept else Status.OK]
+    assert (objects.get(mine) == there) is kept
 
 
 def test_scan_leaves_out_what_lies_under_a_wrong_name(store, objects):

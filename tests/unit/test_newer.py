@@ -223,3 +223,35 @@ def test_only_a_later_version_is_newer_and_only_if_its_header_is_whole():
     with pytest.raises(Corrupt) as spoilt:
         Header.unpack(bytes(older))
     assert not isinstance(spoilt.value, Newer)
+
+
+def sent_twice(host: Host, monkeypatch: pytest.MonkeyPatch, count: int) -> list[int]:
+    """Write parts twice to a store that says what is newer when it is written to, and not before.
+
+    Returns how many records were sent each time.
+    """
+    sent = []
+
+    def newer(records: Sequence[Write]) -> list[Status]:
+        sent.append(len(records))
+        return [NEWER] * len(records)
+
+    monkeypatch.setattr(host.tier.store, "write_many", newer)
+    told, records = [], chain(count)
+    for _ in range(2):
+        sent.clear()
+        assert host.write(records) == [NEWER] * count
+        told.append(sum(sent))
+    return told
+
+
+@pytest.mark.parametrize("store", [Alone, SpanMemory])
+def test_what_is_met_by_a_write_is_left_from_then_on(new_host, monkeypatch, store):
+    assert sent_twice(new_host(store()), monkeypatch, 4) == [4 if store is Alone else 1, 0]
+
+
+@pytest.mark.parametrize("store", [Alone, SpanMemory])
+def test_it_would_be_sent_again_and_again(new_host, monkeypatch, store):
+    monkeypatch.setattr(Mending, "leave", lambda *_: None)
+    first, again = sent_twice(new_host(store()), monkeypatch, 4)
+    assert first == again
