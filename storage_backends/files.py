@@ -38,6 +38,7 @@ from kvtier.storage_backends.files_door import check_made, directory_of, prepare
 from kvtier.storage_backends.files_folder import GONE, Folder
 from kvtier.storage_backends.files_medium import FilesMedium
 from kvtier.storage_backends.files_usage import NAME, OVERHEAD, SHELVES, Usage, footprint
+from kvtier.storage_backends.scanning import headers_of
 from kvtier.storage_backends.slab import NO_ROOM
 from kvtier.tiers.store import Capabilities, Option, Read, Span, Status, Write, unusable
 
@@ -189,21 +190,15 @@ class FilesStore:
         except OSError as error:
             raise Unavailable(f"{self._path}: {error}") from error
         listed.sort()
-        for start in range(0, len(listed), _SCAN_BATCH):
-            names = [_id_of(name) for _, name in listed[start : start + _SCAN_BATCH]]
-            with self._folder.use():
-                found = self._pool.map(functools.partial(self._try, self._header), names)
-            yield from (one for one in found if isinstance(one, Header))
+        lots = (
+            [_id_of(name) for _, name in listed[start : start + _SCAN_BATCH]]
+            for start in range(0, len(listed), _SCAN_BATCH)
+        )
+        yield from headers_of(lots, self._headers, str(self._path))
 
     def medium(self) -> FilesMedium:
         """See Collectable."""
-
-        def headers(ids: Sequence[RecordId]) -> list[Header | Status]:
-            with self._folder.use():
-                found = self._pool.map(functools.partial(self._try, self._header), ids)
-            return [one if isinstance(one, Header) else self._told(one) for one in found]
-
-        return FilesMedium(self._folder, headers, self.read_spans, self.delete_many, _id_at)
+        return FilesMedium(self._folder, self._headers, self.read_spans, self.delete_many, _id_at)
 
     def close(self) -> None:
         """Let calls under way finish, and close the directory. Idempotent."""
@@ -215,6 +210,11 @@ class FilesStore:
     def _look(self, name: RecordId) -> Status:
         size = self._folder.size(_name_of(name))
         return Status.ABSENT if size is None or size < HEADER_BYTES else Status.OK
+
+    def _headers(self, ids: Sequence[RecordId]) -> list[Header | Status]:
+        with self._folder.use():
+            found = self._pool.map(functools.partial(self._try, self._header), ids)
+        return [one if isinstance(one, Header) else self._told(one) for one in found]
 
     def _header(self, name: RecordId) -> Header:
         """Return the header of a whole record. Raises OSError and Corrupt."""

@@ -26,6 +26,7 @@ from kvtier.clock import monotonic
 from kvtier.errors import ConfigError, Corrupt, StoreError, Unavailable, Unreachable
 from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
+from kvtier.storage_backends.scanning import headers_of
 from kvtier.tiers.store import Capabilities, Option, Read, Status, Write, unusable
 from kvtier.units import parse_bytes
 
@@ -180,13 +181,14 @@ class MooncakeStore:
                 listed = answer.read().decode("ascii", "replace")
         except (OSError, urllib.error.URLError) as error:
             raise Unavailable(f"{url}: {error}; name the master's port by admin_port=") from error
-        for line in listed.splitlines():
-            found = _NAME.fullmatch(line.strip())
-            if found is None:
-                continue
-            one = self._try(self._header, bytes.fromhex(found[1] + found[2]))
-            if isinstance(one, Header):
-                yield one
+        found = (_NAME.fullmatch(line.strip()) for line in listed.splitlines())
+        names = [bytes.fromhex(one[1] + one[2]) for one in found if one is not None]
+        yield from headers_of([names] if names else [], self._headers, url)
+
+    def _headers(self, names: Sequence[RecordId]) -> list[Header | Status]:
+        found = [self._try(self._header, name) for name in names]
+        both = zip(found, self._settle(found), strict=True)
+        return [one if isinstance(one, Header) else status for one, status in both]
 
     def close(self) -> None:
         """Leave the pool, and take this process's segment out of it. Idempotent; may block."""

@@ -50,6 +50,7 @@ from kvtier.storage_backends.s3_service import (
     parse_location,
     record_of,
 )
+from kvtier.storage_backends.scanning import headers_of
 from kvtier.storage_backends.scratch import copy
 from kvtier.tiers.store import Capabilities, Option, Read, Span, Status, Write
 from kvtier.units import parse_timeout
@@ -202,21 +203,15 @@ class S3Store:
         except weather() as error:
             raise Unavailable(f"s3://{self._place.bucket}: {explain(error)}") from error
         listed.sort()
-        for start in range(0, len(listed), _SCAN_BATCH):
-            names = [entry[8:] for entry in listed[start : start + _SCAN_BATCH]]
-            results = self._batches.attempt(self._header, names)
-            self._batches.settle(results)
-            yield from (result for result in results if isinstance(result, Header))
+        lots = (
+            [entry[8:] for entry in listed[start : start + _SCAN_BATCH]]
+            for start in range(0, len(listed), _SCAN_BATCH)
+        )
+        yield from headers_of(lots, self._headers, f"s3://{self._place.bucket}")
 
     def medium(self) -> S3Medium:
         """See Collectable."""
-
-        def headers(ids: Sequence[RecordId]) -> list[Header | Status]:
-            results = self._batches.attempt(self._header, ids)
-            both = zip(results, self._batches.settle(results), strict=True)
-            return [one if isinstance(one, Header) else status for one, status in both]
-
-        read = (headers, self.read_spans)
+        read = (self._headers, self.read_spans)
         named = (self._id_of, self._key)
         return S3Medium(self._client, self._place, self.requests, *read, *named)
 
@@ -232,6 +227,11 @@ class S3Store:
         return self._batches.settle(self._batches.attempt(call, items, in_order=in_order))
 
     # ------------------------------------------------------------------------------- one record
+
+    def _headers(self, ids: Sequence[RecordId]) -> list[Header | Status]:
+        results = self._batches.attempt(self._header, ids)
+        both = zip(results, self._batches.settle(results), strict=True)
+        return [one if isinstance(one, Header) else status for one, status in both]
 
     def _header(self, name: RecordId) -> Header:
         header, answer = self._begin(name, HEADER_BYTES)

@@ -18,6 +18,7 @@ from kvtier.errors import ConfigError, Corrupt, Unavailable, Unreachable
 from kvtier.events import Causes, Reporter
 from kvtier.identity.record import HEADER_BYTES, KEY_BYTES, Header, RecordId
 from kvtier.seams import IoPool
+from kvtier.storage_backends.scanning import headers_of
 from kvtier.storage_backends.valkey_link import BrokenError, Link, Place, Reply
 from kvtier.storage_backends.valkey_links import Links, UnfitError
 from kvtier.storage_backends.valkey_service import (
@@ -156,20 +157,23 @@ class ValkeyStore:
 
     def scan(self) -> Iterator[Header]:
         """See Store. In no order; a record that comes or goes meanwhile may be among them."""
+        yield from headers_of(self._listed(), self._headers, str(self._place))
+
+    def _listed(self) -> Iterator[list[RecordId]]:
         seen: set[bytes] = set()
-        cursor = b"0"
-        while True:
-            page = self._page(cursor)
+        cursor = b""
+        while cursor != b"0":
+            page = self._page(cursor or b"0")
             names = [name for name in page.names if name not in seen]
             seen.update(names)
             for start in range(0, len(names), _SCAN_COUNT):
-                lot = names[start : start + _SCAN_COUNT]
-                found = self._run(lot, _ask_header, _take_header)
-                self._settle(found)
-                yield from (one for one in found if isinstance(one, Header))
+                yield names[start : start + _SCAN_COUNT]
             cursor = page.cursor
-            if cursor == b"0":
-                return
+
+    def _headers(self, names: Sequence[RecordId]) -> list[Header | Status]:
+        found = self._run(names, _ask_header, _take_header)
+        both = zip(found, self._settle(found), strict=True)
+        return [one if isinstance(one, Header) else status for one, status in both]
 
     def close(self) -> None:
         """Let calls under way finish, and end the connections. Idempotent."""

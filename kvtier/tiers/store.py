@@ -160,7 +160,10 @@ class Store(Protocol):
         ...
 
     def scan(self) -> Iterator[Header]:
-        """Yield the header of each whole record, oldest access or write first where known."""
+        """Yield the header of each whole record, oldest access or write first where known.
+
+        Raises Unavailable, at the end at the latest, where some could not be read.
+        """
         ...
 
     def close(self) -> None:

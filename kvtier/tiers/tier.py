@@ -9,7 +9,7 @@ import asyncio
 import itertools
 import math
 import operator
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Final, TypeVar
 
 from kvtier.clock import Clock
@@ -23,6 +23,7 @@ from kvtier.tiers.breaker import Breaker
 from kvtier.tiers.budget import WriteBudget
 from kvtier.tiers.coding import Coding, Written, blamed, is_failed, is_full, send_each
 from kvtier.tiers.exact import Fetched, Wanted, guarded, verify
+from kvtier.tiers.listing import Listing
 from kvtier.tiers.mending import Mending
 from kvtier.tiers.pack import longest_order, pair_bytes
 from kvtier.tiers.packer import packer_for
@@ -254,17 +255,16 @@ class Tier:
 
         What comes or goes meanwhile may be among them or not.
         """
-        full, store = True, [self.store]  # which is asked by whoever takes the first
-        records: Iterator[Header] = (header for one in store for header in one.scan())
+        listing, failed = Listing(self.store, most), list[list[Header] | None]([None])
 
-        def some(one: list[Iterator[Header]]) -> list[list[Header] | None]:
-            return [list(itertools.islice(one[0], most))]
+        def take(_: list[None]) -> list[list[Header] | None]:
+            return [listing.take()]
 
-        failed: list[list[Header] | None] = [None]
-        while full:
-            (lot,) = await self._call("list", some, [records], failed)
-            full = lot is not None and len(lot) == most
+        while not listing.ended:
+            (lot,) = await self._call("list", take, [None], failed)
             yield lot
+            if lot is None:
+                return
 
     def figures(self) -> None:
         """Set the gauges. From any thread."""
