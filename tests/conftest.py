@@ -32,35 +32,47 @@ hypothesis.settings.load_profile("steady")
 
 # --------------------------------------------------------------------- which files come first
 
-# What takes half a minute and more of a core, the longest first. Left to the end, such a file
-# would keep one process busy while the others have nothing to do.
+# What takes a quarter of a minute and more of a core, the longest first, and what is long for how
+# few tests it has. Left to the end, such a file would keep one process busy while the others have
+# nothing to do.
 LONG = (
     "integration/test_bench.py",
     "sim/test_core.py",
-    "sim/test_twins.py",
-    "crash/test_lmdb_kill9.py",
     "crash/test_campaign.py",
-    "integration/test_daemon_engines.py",
+    "crash/test_lmdb_kill9.py",
     "faults/test_device_hazards.py",
     "integration/test_daemon_server.py",
-    "integration/test_store_s3.py",
-    "integration/test_packs.py",
-    "integration/test_daemon_client.py",
-    "integration/test_s3_matrix.py",
+    "unit/test_sim_command.py",
     "integration/test_bench_trace.py",
-    "integration/test_engine_semantics_drawn.py",
+    "integration/test_daemon_client.py",
+    "integration/test_daemon_engines.py",
+    "integration/test_s3_matrix.py",
+    "integration/test_packs.py",
     "integration/test_fleet.py",
     "integration/test_soak.py",
-    "integration/test_device_chaos.py",
+    "faults/test_h05_h15_order.py",
+    "sim/test_threads.py",
+    "property/test_policies.py",
+    "crash/test_ended_tools.py",
     "faults/test_h19_h20_disks.py",
+    "unit/store_lmdb/test_full_map.py",
+    "integration/test_engine_semantics_drawn.py",
+    "sim/test_twins.py",
+    "sim/test_crash.py",
     "integration/test_engine_semantics_hybrid.py",
     "sim/test_guards.py",
-    "crash/test_ended_tools.py",
-    "sim/test_crash.py",
+    "integration/test_replay_traces.py",
+    "integration/test_device_chaos.py",
+    "integration/test_store_s3.py",
     "integration/test_s3_others.py",
     "integration/test_daemon_hung.py",
     "integration/test_daemon_principals.py",
-    "faults/test_h05_h15_order.py",
+    "unit/store_lmdb/test_renewal.py",
+    "sim/test_order.py",
+    "sim/test_policies_live.py",
+    "sim/test_packed.py",
+    "property/test_engine_outputs.py",
+    "property/test_engine_tables.py",
 )
 
 DRIVERS = ("/dev/nvidia", "anon_inode:", "pipe:")
