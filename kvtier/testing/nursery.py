@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -163,6 +164,8 @@ def main() -> None:
     os.chdir(sys.argv[1])  # what names no folder lands there
     running: dict[int, None] = {}
     Config.from_urls(["dram:1MiB", "lmdb:/kv?capacity=1GiB", "memory:x?capacity=unbounded"])
+    gc.collect()
+    gc.freeze()  # else each fork would look through what it has from here, and so get a copy
     for line in sys.stdin:
         what = json.loads(line)
         if "end" in what:
