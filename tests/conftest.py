@@ -331,6 +331,15 @@ def root() -> Path:
     return ROOT
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let explain take for "just now" what a busy machine took its time for."""
+    from kvtier.catalog import explain
+
+    ago = explain.ago
+    monkeypatch.setattr(explain, "ago", lambda seconds: ago(0.0 if seconds < 10 else seconds))
+
+
 @pytest.fixture(scope="session")
 def traces() -> Path:
     """Return the folder of recorded request traces, or say that it is absent."""

@@ -10,7 +10,7 @@ import pytest
 import kvtier
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, NAMESPACE, prompt
 
-pytestmark = pytest.mark.everywhere
+pytestmark = [pytest.mark.everywhere, pytest.mark.usefixtures("unhurried")]
 
 CHUNKS = 8
 TOKENS = CHUNKS * CHUNK

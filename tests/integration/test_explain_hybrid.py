@@ -9,7 +9,7 @@ from kvtier.plans import ABSENT
 from kvtier.testing.toy import prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
-pytestmark = pytest.mark.everywhere
+pytestmark = [pytest.mark.everywhere, pytest.mark.usefixtures("unhurried")]
 
 BLOCK, CHUNK, CHUNKS = 4, 16, 6
 FULL = kvtier.Component(2, 2, 8, name="full")

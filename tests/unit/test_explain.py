@@ -27,6 +27,8 @@ from kvtier.testing.small_catalog import LMDB, SHAPE, SmallCatalog, chain, names
 from kvtier.testing.toy import CHUNK, CHUNK_BYTES, NAMESPACE, Toy, prompt
 from kvtier.transfer import CopyResult, CopyStatus
 
+pytestmark = pytest.mark.usefixtures("unhurried")
+
 TOKENS = prompt(4 * CHUNK + 10)
 BLOCKS = range(4 * CHUNK // 16)
 
