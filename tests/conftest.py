@@ -337,7 +337,7 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     from kvtier.catalog import explain
 
     ago = explain.ago
-    monkeypatch.setattr(explain, "ago", lambda seconds: ago(0.0 if seconds < 10 else seconds))
+    monkeypatch.setattr(explain, "ago", lambda seconds: ago(0.0 if seconds < 5 else seconds))
 
 
 @pytest.fixture(scope="session")
