@@ -57,22 +57,35 @@ def checked_tiers(config: Any) -> list[str]:
         _one(size, getattr(parallel, size))
     _one("decode_context_parallel_size", parallel.decode_context_parallel_size)
     _one("nnodes", parallel.nnodes)
-    device = config.device_config.device_type
-    if device != "cpu":
-        raise ConfigError(f"vLLM runs on {device!r}; kvtier copies on the CPU only as yet")
     options = transfer.kv_connector_extra_config
+    _check_device(config.device_config.device_type, options)
     tiers = options.get("tiers") if isinstance(options, Mapping) else None
     if not isinstance(tiers, list) or not all(isinstance(one, str) for one in tiers) or not tiers:
         raise ConfigError(f"kvtier needs its tiers, as a list of URLs, DRAM first: {_EXAMPLE}")
-    optional = options.get("optional", False)
-    if not isinstance(optional, bool):
-        raise ConfigError(f"optional is {optional!r}; it is true or false")
-    if optional and not tiers[0].startswith(SCHEME):
+    if _said(options, "optional") and not tiers[0].startswith(SCHEME):
         raise ConfigError(
             f"optional is for a daemon that may not be there, and the first tier is {tiers[0]!r}, "
             f"not {SCHEME}PATH: leave it out"
         )
     return tiers
+
+
+def _check_device(device: str, options: Any) -> None:
+    if device not in ("cpu", "cuda"):
+        raise ConfigError(f"vLLM runs on {device!r}; kvtier copies KV of 'cpu' and of 'cuda'")
+    if device == "cuda" and not (isinstance(options, Mapping) and _said(options, "try_gpu")):
+        raise ConfigError(
+            "vLLM runs on 'cuda', and this connector has run on no GPU yet: to try it, set "
+            "try_gpu to true in kv_connector_extra_config, and compare answers with and without it"
+        )
+
+
+def _said(options: Mapping[str, Any], key: str) -> bool:
+    """Return a setting that is true or false; false where nothing is said."""
+    found = options.get(key, False)
+    if not isinstance(found, bool):
+        raise ConfigError(f"{key} is {found!r}; it is true or false")
+    return found
 
 
 def check_alone(config: Any, current: Any) -> None:

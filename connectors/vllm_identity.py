@@ -16,7 +16,7 @@ from kvtier.identity.namespace import Namespace, Request, Span
 
 _log = logging.getLogger("kvtier")
 
-OPTIONS: Final = ("tiers", "chunk_tokens", "tenant", "revision", "optional")
+OPTIONS: Final = ("tiers", "chunk_tokens", "tenant", "revision", "optional", "try_gpu")
 """Keys of ``kv_connector_extra_config``."""
 
 _NEAR_TOKENS: Final = 256
@@ -50,6 +50,9 @@ def namespace_for(config: Any, kv: Any) -> Namespace:
         "dtype": str(model.dtype),
         "weights": [] if revision else list(_files(Path(model.model))),
     }
+    device = config.device_config.device_type
+    if device != "cpu":  # whose kernels round in another way
+        shown["device"] = device
     calibrated = bool(getattr(cache, "calculate_kv_scales", False))
     return Namespace(
         model=str(model.model),

@@ -15,7 +15,7 @@ from kvtier.cache import Cache, open_cache
 from kvtier.copier import Pages
 from kvtier.daemon.address import SCHEME, parse_address
 from kvtier.daemon.worker import Worker
-from kvtier.device.cpu import CpuDevice
+from kvtier.device.base import Device
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.identity.namespace import Namespace
 
@@ -35,7 +35,6 @@ class Seat:
 
     def __init__(self, engine: str, given: Cache | None) -> None:
         self.given = given
-        self.device = CpuDevice()
         self.ended: dict[int, str] = {}
         self.roles: set[str] = set()
         self._engine = engine
@@ -56,7 +55,6 @@ class Seat:
             if self.roles:
                 return
             _seats.pop(self._engine, None)
-        self.device.close()
         if self.given is not None:
             self.given.close()
 
@@ -116,13 +114,11 @@ def open_for(
 class Place(Protocol):
     """Where a rank's plans are executed."""
 
-    device: CpuDevice
-
-    def check(self, tensors: Any) -> None:
-        """Raise ConfigError for KV that is not of the geometry."""
+    def check(self, tensors: Any, device: Device) -> None:
+        """Raise ConfigError for KV that is not of the geometry, or not the device's."""
         ...
 
-    def pages(self, tensors: Any) -> Pages:
+    def pages(self, tensors: Any, device: Device) -> Pages:
         """Bind the KV. Blocks until the cache is there, bounded; raises ConfigError then."""
         ...
 
@@ -140,15 +136,14 @@ class SharedPlace:
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
-        self.device = seat.device
 
-    def check(self, tensors: Any) -> None:
+    def check(self, tensors: Any, device: Device) -> None:
         """See Place."""
-        self.pages(tensors)
+        self.pages(tensors, device)
 
-    def pages(self, tensors: Any) -> Pages:
+    def pages(self, tensors: Any, device: Device) -> Pages:
         """See Place."""
-        return self._seat.cache.bind(tensors, self.device)
+        return self._seat.cache.bind(tensors, device)
 
     def ended(self, plan: int) -> None:
         """See Place. The scheduler hears of it by the step's output."""
@@ -170,19 +165,18 @@ class ApartPlace:
         self, tiers: Sequence[str], namespace: Namespace, engine: str, rank: tuple[int, int]
     ) -> None:
         path = parse_address(tiers[0]).path if tiers[0].startswith(SCHEME) else None
-        self.device = CpuDevice()
         self._worker = Worker(engine, path)
         self._geometry = namespace.geometry
         self._rank = (*rank, 0, 1)
 
-    def check(self, tensors: Any) -> None:
+    def check(self, tensors: Any, device: Device) -> None:
         """See Place."""
-        Pages(self._geometry, self._worker.arena, tensors, self.device, self._rank)
+        Pages(self._geometry, self._worker.arena, tensors, device, self._rank)
 
-    def pages(self, tensors: Any) -> Pages:
+    def pages(self, tensors: Any, device: Device) -> Pages:
         """See Place."""
         return self._worker.bind(
-            self._geometry, tensors, self.device, rank=self._rank, timeout=_BIND_SECONDS
+            self._geometry, tensors, device, rank=self._rank, timeout=_BIND_SECONDS
         )
 
     def ended(self, plan: int) -> None:
@@ -192,5 +186,4 @@ class ApartPlace:
     def close(self, causes: Mapping[int, str]) -> None:
         """See Place."""
         del causes
-        self.device.close()
         self._worker.close()

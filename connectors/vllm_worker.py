@@ -10,6 +10,9 @@ from kvtier.connectors.vllm_seat import Place
 from kvtier.connectors.vllm_step import Ended, StepPlans
 from kvtier.copier import Pages
 from kvtier.copyplan import CopyPlan
+from kvtier.device.base import Device
+from kvtier.device.cpu import CpuDevice
+from kvtier.device.torch_driver import cuda_device
 from kvtier.errors import ConfigError, ProtocolError
 from kvtier.transfer import CopyStatus, CopyTransfer
 
@@ -27,6 +30,7 @@ class WorkerSide:
         self._groups = [group.layer_names for group in kv.kv_cache_groups]
         self._tensors: list[list[Any]] = []
         self._pages: Pages | None = None
+        self._device: Device | None = None
         self._loads: dict[int, tuple[str, CopyTransfer]] = {}
         self._saves: dict[int, CopyTransfer] = {}
         self._arrived: list[str] = []
@@ -34,10 +38,15 @@ class WorkerSide:
         self._causes: dict[int, str] = {}
 
     def bind(self, tensors: dict[str, Any]) -> None:
-        """Take vLLM's KV, by layer. Raises ConfigError for pages that are not in one piece."""
+        """Take vLLM's KV, by layer: on the CPU, or all of it on one GPU.
+
+        Raises ConfigError for pages that are not in one piece, and for a GPU that cannot be used.
+        """
         count = self._kv.num_blocks
         each = [[_bytes(name, tensors[name], count) for name in names] for names in self._groups]
-        self._place.check(each)
+        if self._device is None:
+            self._device = device_of(each[0][0])
+        self._place.check(each, self._device)
         self._tensors, self._pages = each, None
 
     # ---- a step, in vLLM's order
@@ -105,6 +114,8 @@ class WorkerSide:
             transfer.result(_SLOW_SECONDS)
         self.arrived(idle=False)
         last = self.report()
+        if self._device is not None:
+            self._device.close()  # before the memory goes that it has pinned
         self._place.close(
             {number: cause for number, (cause,) in last.causes.items()} if last else {}
         )
@@ -114,17 +125,34 @@ class WorkerSide:
         self._causes[plan] = cause
         self._place.ended(plan)
 
+    def _bound(self) -> tuple[Pages, Device]:
+        """Return vLLM's KV and what copies it. The first time blocks, as ``Place.pages`` does."""
+        if self._device is None:
+            raise ConfigError("a plan came before vLLM has shown its KV")
+        if self._pages is None:
+            self._pages = self._place.pages(self._tensors, self._device)
+        return self._pages, self._device
+
     def _execute(self, plan: CopyPlan) -> CopyTransfer | None:
-        """Enqueue a plan's copies; None, and a cause, for one that cannot be executed here."""
+        """Enqueue a plan's copies; None, and a cause, for one that cannot be executed here.
+
+        They come after all that this thread has computed or begun to compute: what fills the blocks
+        of a save, and what has read or filled those of a load for the request before.
+        """
         try:
-            if self._pages is None:
-                self._pages = self._place.pages(self._tensors)
-            return self._pages.execute(plan, after=(self._place.device.host_fence(),))
+            pages, device = self._bound()
+            return pages.execute(plan, after=(device.host_fence(),))
         except (ConfigError, ProtocolError) as error:
             cause = str(error)
         _log.warning("a plan was refused: %s", cause)
         self._causes[plan.id] = cause
         return None
+
+
+def device_of(tensor: Any) -> Device:
+    """Return what copies KV where a tensor is. Raises ConfigError for a GPU it cannot use."""
+    where = tensor.device
+    return CpuDevice() if where.type == "cpu" else cuda_device(where.index or 0)
 
 
 def _cause(transfer: CopyTransfer) -> str:
@@ -138,10 +166,6 @@ def _bytes(name: str, tensor: Any, blocks: int) -> Any:
     """View one layer's KV as bytes [blocks, bytes of a block], whatever is inside a block."""
     import torch
 
-    if tensor.device.type != "cpu":
-        raise ConfigError(
-            f"{name}: its KV is on {tensor.device.type}, and kvtier copies on the CPU only as yet"
-        )
     parts = tensor.shape[0] // max(blocks, 1)  # a kernel may cut a block into several
     size = tensor.element_size()
     page = parts * math.prod(tensor.shape[1:]) * size
@@ -153,6 +177,6 @@ def _bytes(name: str, tensor: Any, blocks: int) -> Any:
             f"{name}: a block's {page} bytes lie {stride} bytes apart, not in one piece; set "
             f"VLLM_KV_CACHE_LAYOUT to a layout with the layers outermost, such as LBHNC"
         )
-    flat = torch.empty(0, dtype=torch.uint8)
+    flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     start = tensor.storage_offset() * size
     return flat.set_(tensor.untyped_storage(), start, (blocks, page), (page, 1))

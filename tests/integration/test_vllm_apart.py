@@ -15,6 +15,7 @@ from kvtier.connectors import vllm_seat
 from kvtier.connectors.vllm_absent import AbsentSide
 from kvtier.connectors.vllm_seat import ApartPlace, open_for, open_or_absent, take_seat
 from kvtier.connectors.vllm_step import StepPlans
+from kvtier.device.cpu import CpuDevice
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.daemon import running
 from kvtier.testing.vllm_steps import BLOCK, BLOCKS, FULL, SLIDING, VllmSteps
@@ -120,7 +121,7 @@ def test_kv_of_another_shape_is_refused_before_there_is_a_daemon():
     namespace = kvtier.Namespace("tiny", kvtier.Geometry((FULL,), "float32", (BLOCK,), 64))
     place = ApartPlace(["dram:4MiB"], namespace, "nobody", (0, 1))
     with pytest.raises(ConfigError, match="check dtype, block size"):
-        place.check([[torch.zeros(BLOCKS, 1, BLOCK, 8)] * 2])
+        place.check([[torch.zeros(BLOCKS, 1, BLOCK, 8)] * 2], CpuDevice())
 
 
 def test_without_a_daemon_a_plan_fails_and_the_worker_goes_on(monkeypatch):

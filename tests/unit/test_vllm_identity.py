@@ -94,7 +94,13 @@ def kv(*groups: SimpleNamespace) -> SimpleNamespace:
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size is 2"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         ({"nnodes": 2}, "nnodes is 2.*on one host"),
-        ({"device_type": "cuda"}, "'cuda'.*on the CPU only"),
+        ({"device_type": "cuda"}, "'cuda'.*on no GPU yet.*set try_gpu to true"),
+        ({"device_type": "xpu"}, "'xpu'; kvtier copies KV of 'cpu' and of 'cuda'"),
+        (
+            {"device_type": "cuda", "kv_connector_extra_config": {"try_gpu": "yes"}},
+            "try_gpu is 'yes'; it is true or false",
+        ),
+        ({"device_type": "cuda", "kv_connector_extra_config": None}, "set try_gpu to true"),
         ({"kv_connector_extra_config": {}}, "needs its tiers.*dram:8GiB"),
         ({"kv_connector_extra_config": {"tiers": "dram:1MiB"}}, "needs its tiers"),
         ({"kv_connector_extra_config": {"tiers": [1]}}, "needs its tiers"),
@@ -112,6 +118,15 @@ def test_a_setting_that_cannot_work_is_refused_with_the_remedy(more, said):
     assert checked_tiers(setting()) == ["dram:1MiB"]
     with pytest.raises(ConfigError, match=said):
         checked_tiers(setting(**more))
+
+
+def test_a_gpu_is_used_where_that_is_said_and_shares_nothing_with_the_cpu():
+    extra = {"kv_connector_extra_config": {"tiers": ["dram:1MiB"], "try_gpu": True}}
+    on_gpu = setting(device_type="cuda", **extra)
+    assert checked_tiers(on_gpu) == ["dram:1MiB"]
+    assert namespace_for(on_gpu, kv()).digest != namespace_for(setting(), kv()).digest
+    on_cpu = namespace_for(setting(**extra), kv())  # the key itself tells nobody apart
+    assert on_cpu.digest == namespace_for(setting(), kv()).digest
 
 
 def test_another_connector_beside_it_is_refused_with_both_names():
