@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 
 import pytest
@@ -186,14 +187,23 @@ def until(done) -> bool:
 
 
 class Slow(Shared):
-    """Here each read of a record takes as many seconds of a clock, and a look-up none."""
+    """Here each read of a record takes as many seconds of a clock, and a look-up none.
+
+    may_end: reads end only where it is set.
+    """
 
     seconds = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+        self.may_end.set()
 
     def contains_many(self, ids):
         return MemoryStore.contains_many(self, ids)
 
     def read_many(self, ids, into):
+        assert self.may_end.wait(20)
         self.clock.now += self.seconds * len(ids)
         return super().read_many(ids, into)
 
@@ -221,6 +231,7 @@ def beside(others, clock):
         tier = TierConfig("s3", "", None, "on-evict", store=store)
         one = Toy(Cache(Config(60 * CHUNK_BYTES, (tier,)), NAMESPACE, clock=clock))
         one.cache.computed([(0, CHUNK)], 1.0)
+        one.may_end = store.may_end
         toys.append(one)
         return one
 
@@ -241,7 +252,9 @@ def test_nobody_waits_for_a_shared_tier_of_which_nothing_is_known(beside, clock,
     assert not one.connector.match("a", first, 0).pending
     assert not costs.knows("s3")
     clock.now += 1.0
+    one.may_end.clear()
     assert not one.connector.match("b", second, 0).pending  # nobody waits for the little read
+    one.may_end.set()
     assert until(lambda: costs.knows("s3"))
     assert cache.metrics.get("fetched_bytes") == 4 * CHUNK_BYTES
     assert one.connector.match("c", third, 0).pending is (seconds < 1.0)
