@@ -36,7 +36,8 @@ _MEET: Final = 0.85
 """Meeting in the middle must take at most this part of the best other way: it costs compute."""
 
 _PROBE_SECONDS: Final = 5.0
-_PROBE_MOST_SECONDS: Final = 80.0
+_PROBE_MOST_SECONDS: Final = 20.0
+"""A tier that hung for long is back in use within half a minute of its recovery."""
 
 Choice = Literal["load", "cut", "recompute", "meet"]
 CHOICES: Final[tuple[Choice, ...]] = get_args(Choice)
