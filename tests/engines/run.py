@@ -106,14 +106,13 @@ def on_disk(bench: Bench, kind: str, plain: dict[str, Any]) -> Outcomes:
 
 def flip(folder: Path) -> None:
     """Flip one byte in the middle of every 64 KiB of payload; the index stays as it is."""
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.name.endswith(".mdb") and path.stat().st_size > 1 << 20:
-            with path.open("r+b") as file:
-                for at in range(1 << 15, path.stat().st_size, 1 << 16):
-                    file.seek(at)
-                    byte = file.read(1)
-                    file.seek(at)
-                    file.write(bytes([byte[0] ^ 1]))
+    for path in folder.glob("slab-*.seg"):
+        with path.open("r+b") as file:
+            for at in range(1 << 15, path.stat().st_size, 1 << 16):
+                file.seek(at)
+                byte = file.read(1)
+                file.seek(at)
+                file.write(bytes([byte[0] ^ 1]))
 
 
 def in_a_crowd(bench: Bench, kind: str, plain: dict[str, Any]) -> Outcomes:
