@@ -27,8 +27,6 @@ from kvtier.identity.record import PartName
 from kvtier.memory.arena import Memory
 from kvtier.transfer import CopyTransfer, LeavingTransfer, group_layers
 
-__all__ = ["Pages"]
-
 _GROUPS: Final = 8  # of 32 layers, a load's first group has an eighth of its bytes
 _GROUP_BYTES: Final = 4 << 20  # below that, a group costs more than waiting for it
 _MOST_GROUPS: Final = 1 << 16

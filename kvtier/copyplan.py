@@ -12,8 +12,6 @@ import msgspec
 
 from kvtier.errors import ProtocolError
 
-__all__ = ["PLAN_VERSION", "CopyPlan", "PlanPart"]
-
 PLAN_VERSION: Final = 2
 _MAX_BYTES: Final = 64 << 20
 

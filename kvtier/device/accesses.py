@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 
 from kvtier.errors import MisuseError
 
-__all__ = ["Clock", "History", "Operation", "Race", "RaceError", "Region", "Span", "join", "spans"]
-
 Region = NDArray[Any] | tuple[int, int]
 """Bytes that work touches: an array, strided or not, or addresses [low, high)."""
 

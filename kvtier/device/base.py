@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from kvtier.device.stack import Bytes, Planes, Stack
 from kvtier.errors import MisuseError
 
-__all__ = ["HOLE", "Copy", "Device", "Fence", "PlaneGroups", "Role", "Stream", "block_runs"]
-
 Role = Literal["load", "store"]
 HOLE: Final = -1
 """In the place of a block's id: neither read nor written, and its place in the slot neither."""

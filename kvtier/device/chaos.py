@@ -21,8 +21,6 @@ from kvtier.device.cpu import CpuDevice, CpuFence, CpuStream
 from kvtier.device.stack import Bytes
 from kvtier.errors import MisuseError, unknown
 
-__all__ = ["ORDERS", "POISON", "ChaosDevice", "ChaosFence", "ChaosStream", "Order"]
-
 Order = Literal["random", "lazy", "starve load", "starve store", "starve compute"]
 """How a schedule treats streams: by chance, only what is waited for, or one of them last."""
 

@@ -18,8 +18,6 @@ from kvtier.device.base import Copy, Fence, Role, Stream, block_runs
 from kvtier.device.layout import byte_pages
 from kvtier.errors import ConfigError, MisuseError
 
-__all__ = ["CpuDevice", "CpuFence", "CpuStream"]
-
 _CLOSE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 1.0
 _FEW: Final = 8  # blocks of a run, on all planes, whose copy takes no longer than a call for it

@@ -28,8 +28,6 @@ from kvtier.device.staging import Lot, Stage, Staged
 from kvtier.device.turns import TABLE_PLANES, TABLE_RUNS, CudaFence, CudaStream
 from kvtier.errors import ConfigError, MisuseError
 
-__all__ = ["CudaDevice"]
-
 IN_FLIGHT: Final = 64
 """Operations of one stream that are enqueued at a time. With some 1,000 an A100's queue is full,
 and to enqueue takes 180 us and not 2: vllm-project/vllm#29013."""

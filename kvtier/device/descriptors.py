@@ -14,19 +14,6 @@ from numpy.typing import NDArray
 
 from kvtier.errors import MisuseError
 
-__all__ = [
-    "CUT_BYTES",
-    "Ends",
-    "Numbers",
-    "Room",
-    "Runs",
-    "allocated",
-    "begun",
-    "cut",
-    "joined",
-    "starts",
-]
-
 CUT_BYTES: Final = 64 << 10
 """The most that one block of threads copies in a row: few long runs still employ all of them."""
 

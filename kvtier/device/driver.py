@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 
 from kvtier.device.descriptors import Numbers
 
-__all__ = ["Buffer", "Driver", "Event", "Work"]
-
 
 class Work(NamedTuple):
     """What the copy kernel is given: see ``copy.cuh``. Addresses are of the GPU's memory."""

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 
 from kvtier.errors import ConfigError
 
-__all__ = ["byte_pages", "bytes_at"]
-
 _READ_WRITE: Final = False  # numpy's array interface asks whether it is read-only
 
 

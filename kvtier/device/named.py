@@ -6,8 +6,6 @@ from kvtier.device.base import Device
 from kvtier.device.cpu import CpuDevice
 from kvtier.gpus import gpu_index
 
-__all__ = ["device_named"]
-
 
 def device_named(name: str) -> Device:
     """Return the device of "cpu", "cuda" or a GPU like "cuda:1", for copies of what is there.

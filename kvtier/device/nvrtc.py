@@ -15,8 +15,6 @@ from typing import Final
 
 from kvtier.errors import ConfigError
 
-__all__ = ["Nvrtc", "cubin", "cubin_name", "default_folder", "kernel_source"]
-
 _MAJORS: Final = (13, 12)  # of CUDA, the newest first
 _OPTIONS: Final = ("--std=c++17",)
 _DIGEST_BYTES: Final = 32

@@ -13,18 +13,6 @@ import msgspec
 from kvtier.device.base import Role
 from kvtier.errors import ConfigError
 
-__all__ = [
-    "DEFAULT",
-    "LINK_BYTES",
-    "PATHS",
-    "Choice",
-    "Speed",
-    "Table",
-    "Way",
-    "kept_table",
-    "table_path",
-]
-
 Way = Literal["batch", "staged", "direct"]
 """batch: the driver's batched copies. staged: the kernel, and one copy from or to the GPU's own
 memory; what of slots lies apart in many short pieces goes directly. direct: the kernel on mapped

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 
 from kvtier.device.driver import Driver
 
-__all__ = ["Pinned"]
-
 
 class _Extent(NamedTuple):
     """So many bytes of what `owner` returns, or None once that is gone."""

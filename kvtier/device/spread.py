@@ -21,8 +21,6 @@ from kvtier.device.descriptors import CUT_BYTES, Numbers, Room, Runs, allocated,
 from kvtier.device.stack import Planes, Stack
 from kvtier.errors import MisuseError
 
-__all__ = ["Spread", "describe", "spreads"]
-
 Signed = NDArray[np.int64]
 _Sizes = tuple[int, ...]
 _Shape = tuple[_Sizes, _Sizes, _Sizes, Stack | None]

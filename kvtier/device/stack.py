@@ -13,8 +13,6 @@ from itertools import accumulate, groupby
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bytes", "Planes", "Stack", "stacked"]
-
 Bytes = NDArray[np.uint8]
 
 

@@ -15,8 +15,6 @@ import numpy as np
 from kvtier.device.descriptors import CUT_BYTES, Runs
 from kvtier.device.spread import Spread
 
-__all__ = ["Lot", "Piece", "Stage", "Staged"]
-
 _ALIGNED: Final = 16  # bytes, that copies begin at: no access of the kernel is smaller for it
 
 Piece = tuple[int, int, int, int]

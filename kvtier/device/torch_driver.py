@@ -26,8 +26,6 @@ from kvtier.errors import ConfigError
 from kvtier.gpus import gpu_node, torch_for_gpu
 from kvtier.units import format_bytes
 
-__all__ = ["TorchDriver", "cuda_device"]
-
 _CHOOSE_CPU: Final = "the CPU is used only where you choose it: kvtier.device.cpu.CpuDevice"
 _THREADS: Final = 512
 _PORTABLE_MAPPED: Final = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped

@@ -16,8 +16,6 @@ from kvtier.device.descriptors import Numbers, allocated
 from kvtier.device.driver import Buffer, Driver, Event
 from kvtier.errors import MisuseError
 
-__all__ = ["TABLE_PLANES", "TABLE_RUNS", "CudaFence", "CudaStream", "Turn"]
-
 TABLE_RUNS: Final = 5461
 """Of one operation; a copy of more is several. A larger table would have to be allocated when it
 comes, or be there, pinned, 64 times for each stream."""
