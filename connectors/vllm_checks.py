@@ -58,7 +58,7 @@ def checked_tiers(config: Any) -> list[str]:
     _one("decode_context_parallel_size", parallel.decode_context_parallel_size)
     _one("nnodes", parallel.nnodes)
     options = transfer.kv_connector_extra_config
-    _check_device(config.device_config.device_type, options)
+    _check_device(config, options)
     tiers = options.get("tiers") if isinstance(options, Mapping) else None
     if not isinstance(tiers, list) or not all(isinstance(one, str) for one in tiers) or not tiers:
         raise ConfigError(f"kvtier needs its tiers, as a list of URLs, DRAM first: {_EXAMPLE}")
@@ -70,13 +70,19 @@ def checked_tiers(config: Any) -> list[str]:
     return tiers
 
 
-def _check_device(device: str, options: Any) -> None:
+def _check_device(config: Any, options: Any) -> None:
+    device = config.device_config.device_type
     if device not in ("cpu", "cuda"):
         raise ConfigError(f"vLLM runs on {device!r}; kvtier copies KV of 'cpu' and of 'cuda'")
     if device == "cuda" and not (isinstance(options, Mapping) and _said(options, "try_gpu")):
         raise ConfigError(
             "vLLM runs on 'cuda', and this connector has run on no GPU yet: to try it, set "
             "try_gpu to true in kv_connector_extra_config, and compare answers with and without it"
+        )
+    if device == "cuda" and config.model_config.enable_sleep_mode:
+        raise ConfigError(
+            "enable_sleep_mode is True: it takes vLLM's KV away while kvtier may be copying it; "
+            "leave it out"
         )
 
 

@@ -88,6 +88,11 @@ def _geometry(config: Any, kv: Any, chunk_tokens: int | None) -> Geometry:
         raise ConfigError("this model has no KV to cache; start it without kvtier")
     ranks = config.parallel_config.tensor_parallel_size // kv.kv_tp_replicas
     components = tuple(_component(number, group, ranks) for number, group in enumerate(groups))
+    if config.device_config.device_type != "cpu" and kv.needs_kv_cache_zeroing:
+        raise ConfigError(
+            "vLLM clears the blocks of this model before it asks whether they are still being "
+            "saved, so that on a GPU its KV cannot be cached: start it without kvtier"
+        )
     blocks = {group.kv_cache_spec.block_size for group in groups}
     dtypes = {str(group.kv_cache_spec.dtype) for group in groups}
     for what, values in (("block sizes", blocks), ("dtypes", dtypes)):

@@ -6,6 +6,7 @@ import logging
 import math
 from typing import Any, Final
 
+from kvtier.clock import monotonic
 from kvtier.connectors.vllm_seat import Place
 from kvtier.connectors.vllm_step import Ended, StepPlans
 from kvtier.copier import Pages
@@ -110,8 +111,9 @@ class WorkerSide:
 
     def close(self) -> None:
         """Wait for copies in flight, bounded, and leave word of how they ended."""
+        until = monotonic() + _SLOW_SECONDS
         for transfer in (*self._saves.values(), *(one for _, one in self._loads.values())):
-            transfer.result(_SLOW_SECONDS)
+            transfer.result(max(until - monotonic(), 0.0))
         self.arrived(idle=False)
         last = self.report()
         if self._device is not None:

@@ -160,6 +160,11 @@ class Usage:
             time.sleep(pause)
             pause = min(2 * pause, longest)
 
+    def _unlock(self) -> None:
+        """Let go of a lock that is not the right one, or nobody could write until this one does."""
+        with contextlib.suppress(OSError):
+            lock(self._descriptor, fcntl.F_UNLCK, self._folder.path)
+
     def _locked(self) -> bool:
         """Take the lock of the file that has its name now; False while another has it."""
         try:
@@ -169,9 +174,9 @@ class Usage:
                 return True
         except OSError as error:
             if error.errno not in GONE:
-                with contextlib.suppress(OSError):  # else nobody could write until this one does
-                    lock(self._descriptor, fcntl.F_UNLCK, self._folder.path)
+                self._unlock()
                 raise
+        self._unlock()  # of a file without a name, whatever comes of the next one
         old = self._descriptor
         try:
             self._descriptor = self._folder.keep(_FILE)  # who reads no count there makes one

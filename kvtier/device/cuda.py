@@ -122,7 +122,11 @@ class CudaDevice:
             return
         stale = self._pinned.stale(memory)
         if stale:  # what was mapped there is gone, or this is it by another size
-            self._drain(_CLOSE_SECONDS)
+            if not self._drain(_CLOSE_SECONDS):
+                raise ConfigError(
+                    f"{self.name} still copies to or from memory that is mapped anew; start the "
+                    f"engine again if it goes on"
+                )
             self._pinned.drop(stale)
         self._pinned.add(memory)
 

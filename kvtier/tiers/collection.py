@@ -1,10 +1,11 @@
 """Collection: what of a shared medium goes, to hold its capacity and the age of what it keeps.
 
 Leaves go first, so that what is left is always servable: a record goes only after all that hang
-under it. A pack counts as one record. What cannot be reached from a prompt's first chunk is an
-orphan; it goes too, once it is old enough that nobody is still writing what it hangs under. What
-is no record of this version is counted, and left alone. Where something could not be read, or is of
-a later version, others may hang under it that seem to hang under nothing: no orphan goes then.
+under it and could be read. A pack counts as one record. What cannot be reached from a prompt's
+first chunk is an orphan; it goes too, once it is old enough that nobody is still writing what it
+hangs under. What is no record of this version is counted, and left alone. Where something could
+not be read, or is of a later version, others may hang under it that seem to hang under nothing: no
+orphan goes then.
 
 Nothing here has to be exclusive: two collections at once delete the same things. A claim on the
 medium keeps them from doing the work twice.

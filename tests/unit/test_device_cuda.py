@@ -12,6 +12,7 @@ from kvtier.device import cuda as module
 from kvtier.device.base import HOLE, Copy, Device, PlaneGroups
 from kvtier.device.cpu import CpuDevice, CpuFence, CpuStream
 from kvtier.device.cuda import CudaDevice
+from kvtier.device.layout import bytes_at
 from kvtier.device.paths import DEFAULT, PATHS, Choice
 from kvtier.device.turns import CudaFence
 from kvtier.errors import ConfigError, MisuseError
@@ -289,6 +290,26 @@ def test_what_hangs_at_close_stays_pinned(monkeypatch):
     gate.settle()
     assert fence.wait(SECONDS)
     driver.close()
+
+
+def test_what_is_still_copied_is_not_let_go_for_what_is_mapped_anew(monkeypatch):
+    """A GPU would write to pages that have another owner by then."""
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.05)
+    driver, gate = CpuDriver(), CpuFence()
+    place = np.zeros((PLANES, 2, BYTES), np.uint8)
+    old, new = (
+        bytes_at(object(), place.ctypes.data, place.shape, place.strides) for _ in ("old", "new")
+    )
+    with closing(made(Choice("batch"), driver)) as device:
+        device.pin(old)
+        fence = gather(device, [Copy(pages(), (1, 2), old)], CudaFence(gate))
+        with pytest.raises(ConfigError, match="still copies to or from memory that is mapped anew"):
+            device.pin(new)
+        assert len(driver.registered) == 1
+        gate.settle()
+        assert fence.wait(SECONDS)
+        device.pin(new)
+        assert len(driver.registered) == 2
 
 
 def test_streams_of_others_are_refused():

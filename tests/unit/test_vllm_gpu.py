@@ -21,8 +21,9 @@ from kvtier.device.cpu import CpuDevice, CpuFence, CpuStream
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.paths import DEFAULT
 from kvtier.testing.cpu_driver import CpuDriver
+from kvtier.testing.hands import Hands
 from kvtier.testing.vllm_steps import FULL, VllmSteps
-from kvtier.transfer import CopyStatus
+from kvtier.transfer import CopyResult, CopyStatus
 
 PROMPT = list(range(200))
 
@@ -93,6 +94,23 @@ def test_what_copies_is_where_the_kv_is(monkeypatch):
     assert [vllm_worker.device_of(SimpleNamespace(device=one)) for one in where] == [1, 0]
     with closing(vllm_worker.device_of(torch.zeros(1))) as device:
         assert isinstance(device, CpuDevice)
+
+
+def test_closing_waits_once_however_many_copies_hang(later: Later, monkeypatch):
+    clock, waits = Hands(), []
+
+    def hangs(seconds: float) -> CopyResult:
+        waits.append(seconds)
+        clock.now += seconds
+        return CopyResult(CopyStatus.TIMEOUT)
+
+    monkeypatch.setattr(vllm_worker, "monotonic", clock)
+    for number in range(50):
+        later.worker._saves[number] = SimpleNamespace(result=hangs, poll=lambda: False)
+    later.worker.close()
+    assert len(waits) == 50
+    assert sum(waits) == pytest.approx(vllm_worker._SLOW_SECONDS)
+    later.worker._saves.clear()
 
 
 def test_a_plan_before_there_is_kv_fails(later: Later):

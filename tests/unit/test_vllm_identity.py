@@ -36,7 +36,7 @@ def setting(**more) -> SimpleNamespace:
         kind.update({name: more.pop(name) for name in list(more) if name in kind})
     hf = SimpleNamespace(to_dict=lambda: {"layers": 2}, _commit_hash=more.pop("commit", None))
     model = {"model": "m", "hf_config": hf, "max_model_len": 64, "dtype": "float32"}
-    model |= {"quantization": None}
+    model |= {"quantization": None, "enable_sleep_mode": False}
     model.update({name: more.pop(name) for name in list(more) if name in model})
     return SimpleNamespace(
         kv_transfer_config=SimpleNamespace(**transfer),
@@ -76,9 +76,12 @@ def group(kind: type = FullAttentionSpec, **more) -> SimpleNamespace:
     )
 
 
-def kv(*groups: SimpleNamespace) -> SimpleNamespace:
+def kv(*groups: SimpleNamespace, clears: bool = False) -> SimpleNamespace:
     return SimpleNamespace(
-        kv_cache_groups=groups or (group(),), kv_cache_layout="LBHNC", kv_tp_replicas=1
+        kv_cache_groups=groups or (group(),),
+        kv_cache_layout="LBHNC",
+        kv_tp_replicas=1,
+        needs_kv_cache_zeroing=clears,
     )
 
 
@@ -95,6 +98,14 @@ def kv(*groups: SimpleNamespace) -> SimpleNamespace:
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size is 2"),
         ({"nnodes": 2}, "nnodes is 2.*on one host"),
         ({"device_type": "cuda"}, "'cuda'.*on no GPU yet.*set try_gpu to true"),
+        (
+            {
+                "device_type": "cuda",
+                "enable_sleep_mode": True,
+                "kv_connector_extra_config": {"tiers": ["dram:1MiB"], "try_gpu": True},
+            },
+            "enable_sleep_mode is True.*leave it out",
+        ),
         ({"device_type": "xpu"}, "'xpu'; kvtier copies KV of 'cpu' and of 'cuda'"),
         (
             {"device_type": "cuda", "kv_connector_extra_config": {"try_gpu": "yes"}},
@@ -125,6 +136,9 @@ def test_a_gpu_is_used_where_that_is_said_and_shares_nothing_with_the_cpu():
     on_gpu = setting(device_type="cuda", **extra)
     assert checked_tiers(on_gpu) == ["dram:1MiB"]
     assert namespace_for(on_gpu, kv()).digest != namespace_for(setting(), kv()).digest
+    with pytest.raises(ConfigError, match="clears the blocks of this model"):
+        namespace_for(on_gpu, kv(clears=True))
+    assert namespace_for(setting(), kv(clears=True)).digest == namespace_for(setting(), kv()).digest
     on_cpu = namespace_for(setting(**extra), kv())  # the key itself tells nobody apart
     assert on_cpu.digest == namespace_for(setting(), kv()).digest
 

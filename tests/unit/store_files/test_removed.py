@@ -97,6 +97,27 @@ def test_a_lock_is_not_kept_where_it_cannot_be_told_whether_it_is_the_right_one(
     assert (one.causes.counts(), other.causes.counts()) == ({"EIO": 1}, {})
 
 
+def told_of_a_removed_directory(stores: list[FilesStore], folder: Path) -> list[dict[str, int]]:
+    """Let each write once after its directory was removed; return what each says is the cause."""
+    shutil.rmtree(folder)
+    for store in stores:
+        assert store.write_many([make_record(1, SIZE)]) == [Status.FAILED]
+    return [store.causes.counts() for store in stores]
+
+
+def test_each_store_of_a_removed_directory_is_told_so(at, tmp_path):
+    assert told_of_a_removed_directory([at(), at()], tmp_path / "kv") == [{"ENOENT": 1}] * 2
+
+
+def test_twin_with_the_lock_of_a_file_without_a_name_kept_others_would_wait(
+    at, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(files_usage, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(files_usage.Usage, "_unlock", lambda self: None)
+    _, other = told_of_a_removed_directory([at(), at()], tmp_path / "kv")
+    assert other != {"ENOENT": 1}
+
+
 def test_a_count_that_cannot_be_opened_anew_is_not_told_as_a_directory_that_is_gone(
     at, tmp_path, monkeypatch
 ):
