@@ -16,8 +16,6 @@ from kvtier.identity.record import HEADER_BYTES
 from kvtier.seams import IoPool
 from kvtier.testing.seaweed import SeaweedServer
 
-__all__ = ["IN_FLIGHT", "LARGE", "RANGE", "raw_clients"]
-
 MIB = 1 << 20
 LARGE, RANGE = 16 * MIB, 4 * MIB
 IN_FLIGHT = 16

@@ -17,8 +17,6 @@ from kvtier.connectors.vllm_scheduler import SchedulerSide
 from kvtier.connectors.vllm_seat import ApartPlace, Place, Seat, SharedPlace, open_for
 from kvtier.connectors.vllm_worker import WorkerSide
 
-__all__ = ["BLOCK", "BLOCKS", "FULL", "SLIDING", "VllmSteps"]
-
 BLOCK, CHUNK, BLOCKS, WINDOW = 16, 64, 64, 64
 FULL = kvtier.Component(2, 1, 16, planes=1, name="group0")
 SLIDING = kvtier.Component(
