@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvtier.testing.waiting import lives
 from kvtier.testing.with_parent import with_parent
 
 _START_SECONDS = 60.0
@@ -42,12 +43,12 @@ class Daemon:
 
 
 def children(pid: int) -> list[int]:
-    """Return the child processes of a process, of all its threads."""
+    """Return the child processes of a process, of all its threads, that have not ended."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):
             found += map(int, task.read_text(encoding="ascii").split())
-    return found
+    return list(filter(lives, found))  # what was killed is there until its parent asks for it
 
 
 @contextlib.contextmanager
