@@ -39,7 +39,6 @@ LONG = (
     "integration/test_bench.py",
     "sim/test_core.py",
     "crash/test_campaign.py",
-    "crash/test_lmdb_kill9.py",
     "faults/test_device_hazards.py",
     "integration/test_daemon_server.py",
     "unit/test_sim_command.py",

@@ -11,8 +11,9 @@ from __future__ import annotations
 import functools
 import os
 import random
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from msgspec import structs
@@ -20,14 +21,16 @@ from msgspec import structs
 from kvtier.storage_backends.files import FilesStore
 from kvtier.storage_backends.files_folder import Folder
 from kvtier.storage_backends.files_usage import OVERHEAD, Usage
-from kvtier.testing.dying import Steps, die_at_each, write_and_delete
+from kvtier.testing.crash.steps import Steps
 from kvtier.testing.records import make_record
-from kvtier.tiers.store import Write
+from kvtier.tiers.store import Status, Store, Write
 
 CAPACITY = OVERHEAD + (240 << 10)
 PIECE = 32 << 10
 NAMES = 4
 WRITES = 8
+GONE = -1
+"""Stands for the version of what is not there."""
 
 
 @functools.cache
@@ -94,6 +97,44 @@ class Late(FilesStore):
 GUARDS = {"all": FilesStore, "in-place": InPlace, "late": Late}
 
 
+def write_and_delete(store: Store, log: int, turns: Iterable[tuple[int, int]]) -> None:
+    """Write versions of names; where there is no room, delete what was written first.
+
+    log: a descriptor that gets each intention (small letter) and each OK (capital). turns: number
+    of a name, and version. Raises SystemExit where a record is not written.
+    """
+    there: list[int] = []
+    for number, version in turns:
+        record = record_of(number, version)
+        os.write(log, b"w %d %d\n" % (number, version))
+        (status,) = store.write_many([record])
+        while status is Status.FULL and there:
+            victim = there.pop(0)
+            os.write(log, b"d %d %d\n" % (victim, GONE))
+            if store.delete_many([record_of(victim, 0).header.id]) == [Status.OK]:
+                os.write(log, b"D %d %d\n" % (victim, GONE))
+            (status,) = store.write_many([record])
+        if status is not Status.OK:
+            raise SystemExit(f"a record was not written: {status}")
+        os.write(log, b"W %d %d\n" % (number, version))
+        there = [other for other in there if other != number] + [number]
+
+
+def promised(log: str) -> dict[int, set[int]]:
+    """Return for each name the versions that may be there, by a log of ``write_and_delete``.
+
+    An acknowledged change leaves one; an intention that was not acknowledged adds another.
+    """
+    allowed: dict[int, set[int]] = {number: {GONE} for number in range(NAMES)}
+    for line in log.splitlines():
+        verb, number, version = line.split()
+        if verb in "WD":
+            allowed[int(number)] = {int(version)}
+        else:
+            allowed[int(number)] |= {int(version)}
+    return allowed
+
+
 def main(folder: Path, guard: str, at: int) -> None:
     """Do the work once, in `folder`."""
     log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -101,16 +142,30 @@ def main(folder: Path, guard: str, at: int) -> None:
     store = GUARDS[guard](folder, CAPACITY, durability="none", folder=stepping)
     choose = random.Random(2)
     turns = ((choose.randrange(NAMES), version) for version in range(WRITES))
-    write_and_delete(store, log, turns, record_of)
+    write_and_delete(store, log, turns)
     store.close()
 
 
 def fork_until_done(folder: Path, guard: str, every: int) -> None:
-    """Let a writer die at each step, or at each `every`th."""
+    """Let a writer die at its first step, the next at `every` more, until one ends.
+
+    Raises SystemExit for one that dies otherwise.
+    """
     for version in range(WRITES):
         for number in range(NAMES):
             record_of(number, version)
-    die_at_each(lambda at: main(folder / str(at), guard, at), every)
+    at = 1
+    while True:
+        child = os.fork()
+        if child == 0:
+            main(folder / str(at), guard, at)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
+        if os.WTERMSIG(status) != signal.SIGKILL:
+            raise SystemExit(f"the writer of step {at} died otherwise: {status}")
+        at += every
 
 
 if __name__ == "__main__":

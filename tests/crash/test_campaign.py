@@ -9,17 +9,21 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvtier.errors import ConfigError
-from kvtier.storage_backends.slab_files import SegmentFiles
+from kvtier.storage_backends.slab_files import Run, SegmentFiles
 from kvtier.storage_backends.slab_index import Index
 from kvtier.storage_backends.slab_ledger import Ledger
+from kvtier.storage_backends.slab_writer import Lot, Writer
 from kvtier.testing.crash import campaign, damage, kills, power, workload
 from kvtier.testing.crash.campaign import without_checksums
+from kvtier.testing.crash.judge import Findings
 from kvtier.testing.crash.tracing import CAN_FAIL, Call, can_trace, trace
 
 traced = pytest.mark.skipif(
@@ -55,14 +59,85 @@ def test_a_few_dozen_of_each() -> None:
     assert found["control_wrong_bytes"] > 50, "without checksums, wrong bytes would be served"
 
 
+def test_none_keeps_what_it_acknowledged_while_the_machine_is_up(memory: Path) -> None:
+    """The others have their share of the campaign."""
+    base = filled(memory, "none")
+    for found in (kills.at_steps(base, "none", 40, 0, 1), torn_or_not(base, "none")):
+        assert not found.notes
+        assert found.counts["wrong"] == found.counts["lost"] == found.counts["deaths"] == 0
+        assert found.counts["acked"] > 100
+
+
+def torn_or_not(base: Path, durability: str) -> Findings:
+    """Kill a writer as it writes payloads in pieces, where there are calls to kill it at."""
+    if can_trace():
+        return kills.at_calls(base, durability, 20, 0, 1, torn=True)
+    return kills.at_steps(base, durability, 20, 0, 1)
+
+
 # ---- what it would find
+
+
+def filled(memory: Path, durability: str) -> Path:
+    """Return the folder of a store that has much to lose."""
+    folder = memory / "kv"
+    workload.prefill(folder, durability)
+    return folder
 
 
 @pytest.fixture
 def base(memory: Path) -> Path:
-    folder = memory / "kv"
-    workload.prefill(folder, "each")
-    return folder
+    return filled(memory, "each")
+
+
+def publish_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record is in the index before its payload is on the disk."""
+    publish, write = Ledger.publish, Writer._write
+
+    def late(writer: Writer, todo: Sequence[Run], lot: Lot) -> None:
+        filled = [lot.left[at] for at in sorted(lot.left)]
+        writer.ledger.commit(publish(writer.ledger, filled, lot.known))
+        write(writer, todo, lot)
+
+    monkeypatch.setattr(Writer, "_write", late)
+    monkeypatch.setattr(Ledger, "publish", lambda ledger, *_: ledger._pending)
+
+
+def overwrite_what_is_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record is replaced in its own slot."""
+    fill = Writer.fill
+
+    def over(writer: Writer, lot: Lot) -> None:
+        for one in lot.left.values():
+            (old,) = writer.ledger.find([lot.known.names[one.at]])
+            live = old and writer.ledger._slabs.segments.get(old.segment)
+            if old and live:
+                writer.files.write([[structs.replace(one, segment=live, slot=old.slot)]])
+        fill(writer, lot)
+
+    monkeypatch.setattr(Writer, "fill", over)
+
+
+def free_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot is free before the index has forgotten what was in it."""
+    enter = Ledger._enter
+
+    def early(ledger: Ledger, *entry: Any) -> None:
+        enter(ledger, *entry)
+        while ledger._pending.releases:
+            segment, slot = ledger._pending.releases.pop()
+            segment.release(slot)
+
+    monkeypatch.setattr(Ledger, "_enter", early)
+
+
+@pytest.mark.parametrize("broken", [publish_first, overwrite_what_is_live, free_first])
+def test_twin_writes_in_another_order_lose_what_was_promised(
+    memory: Path, monkeypatch: pytest.MonkeyPatch, broken: Callable[[pytest.MonkeyPatch], None]
+) -> None:
+    base = filled(memory, "batch")
+    broken(monkeypatch)
+    assert kills.at_steps(base, "batch", 40, 0, 1).counts["lost"] > 0
 
 
 def test_without_checksums_wrong_bytes_are_served(base: Path) -> None:

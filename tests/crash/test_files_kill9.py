@@ -12,7 +12,6 @@ import pytest
 
 from kvtier.storage_backends.files import FilesStore
 from kvtier.storage_backends.files_usage import OVERHEAD
-from kvtier.testing.dying import GONE, promised
 from kvtier.testing.records import fetch, is_exact, make_record
 from kvtier.tiers.store import Status
 
@@ -41,8 +40,8 @@ def verify(folder: Path, log: str) -> list[str]:
                 wrong.append(f"name {number}: {read.status.name}, bytes are wrong")
                 continue
             found[number] = read.header.depth // writer.NAMES
-        for number, versions in promised(log, writer.NAMES).items():
-            if found.get(number, GONE) not in versions:
+        for number, versions in writer.promised(log).items():
+            if found.get(number, writer.GONE) not in versions:
                 wrong.append(f"name {number}: found {found.get(number)}, promised {versions}")
         store.delete_many([writer.record_of(number, 0).header.id for number in found])
         extra = make_record(1000, 50_000)

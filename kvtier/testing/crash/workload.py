@@ -258,13 +258,14 @@ def told(log: str, durability: str) -> Told:
     last: dict[int, int] = dict.fromkeys(range(NAMES), GONE)
     fresh: set[int] = set()  # acknowledged since the last C
     loose: set[int] = set()  # of which an acknowledgement, or a failure, was given up
+    at_once = durability != "batch"  # ``none`` says so of a kill, and nothing of a power loss
     for verb, number, version in _lines(log):
         if verb == "C":
             for name in set(range(NAMES)) - loose:
                 found.durable[name] = {last[name]}
-            found.acked += len(fresh) if durability != "each" else 0
+            found.acked += 0 if at_once else len(fresh)
             fresh.clear()
-        elif verb == "F" and durability != "each":
+        elif verb == "F" and not at_once:
             for name in fresh:
                 found.durable[name] |= {GONE}
             loose |= fresh
@@ -279,7 +280,7 @@ def told(log: str, durability: str) -> Told:
             last[number] = version
             loose.discard(number)
             fresh.add(number)
-            if durability == "each":
+            if at_once:
                 found.durable[number] = {version}
                 found.acked += 1
     return found
