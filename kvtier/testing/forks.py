@@ -38,21 +38,26 @@ class Ended(NamedTuple):
 
 
 def forked(
-    jobs: Sequence[Job], tell: Tell = lambda _done, _count: None, *, seconds: int = 0
+    jobs: Sequence[Job],
+    tell: Tell = lambda _done, _count: None,
+    *,
+    seconds: int = 0,
+    cores: int | None = None,
 ) -> list[Ended]:
     """Run each job in a fork of its own, and return how they ended, in their order. Blocks.
 
+    cores: how many at a time; by default as many as there are.
     seconds: of CPU time, after which a job is ended; 0: never. Not of the clock: on a busy machine
     what is good would pass for what hangs. Raises RuntimeError where all of them wait for nothing,
     such as a lock that a thread held when its process forked: that says nothing of a job.
     """
     found: list[Ended] = [Ended(None)] * len(jobs)
-    waiting, done = deque(enumerate(jobs)), 0
+    waiting, done, cores = deque(enumerate(jobs)), 0, cores or os.cpu_count() or 1
     running: dict[int, tuple[int, int, bytearray]] = {}
     with contextlib.ExitStack() as undo:
         undo.callback(_end, running)
         while waiting or running:
-            while waiting and len(running) < (os.cpu_count() or 1):
+            while waiting and len(running) < cores:
                 number, job = waiting.popleft()
                 place, child = _begin(job, seconds)
                 running[place] = (number, child, bytearray())

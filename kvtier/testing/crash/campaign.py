@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import selectors
+import shutil
 import tempfile
-import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import msgspec
 from kvtier.testing.crash import damage, kills, power, tools
 from kvtier.testing.crash.judge import Findings
 from kvtier.testing.crash.tracing import CAN_FAIL, can_trace
+from kvtier.testing.forks import forked
 from kvtier.tiers import exact
 
 MODES: Final = ("batch", "each")
@@ -86,14 +86,6 @@ class Task(msgspec.Struct, frozen=True):
     stride: int
 
 
-class Given(msgspec.Struct):
-    """What a task gave."""
-
-    task: Task
-    counts: dict[str, int]
-    notes: list[str]
-
-
 @dataclass(slots=True)
 class Totals:
     """What a campaign gave. counts: see the names there. notes: of what went wrong."""
@@ -103,11 +95,11 @@ class Totals:
     notes: list[str] = field(default_factory=list)
     traced: bool = True
 
-    def add(self, given: Given) -> None:
+    def add(self, task: Task, counts: dict[str, int], notes: Sequence[str]) -> None:
         """Add what a task gave."""
-        self.counts.update(given.counts)
-        self.by_mode.setdefault(given.task.mode, Counter()).update(given.counts)
-        self.notes += [f"{given.task.series}: {note}" for note in given.notes]
+        self.counts.update(counts)
+        self.by_mode.setdefault(task.mode, Counter()).update(counts)
+        self.notes += [f"{task.series}: {note}" for note in notes]
 
     def summary(self) -> dict[str, object]:
         """Return the figures under the names that they are known by."""
@@ -145,15 +137,19 @@ def _kill_points(counts: Counter[str]) -> int:
 def run(amounts: Amounts, jobs: int, tell: Tell, folder: Path | None = None) -> Totals:
     """Do everything, in as many processes. folder: where, by default in memory if there is any.
 
-    Raises Unavailable or AssertionError where a case was not what it is counted as.
+    Raises RuntimeError where a case was not what it is counted as.
     """
     totals = Totals(traced=can_trace())
     with tempfile.TemporaryDirectory(prefix="crash-", dir=folder or in_memory()) as name:
         bases = {mode: damage.bases(Path(name) / mode, mode) for mode in MODES}
         tasks = list(_tasks(amounts, traced=totals.traced))
-        for done, given in enumerate(_spread(bases, tasks, jobs)):
-            totals.add(given)
-            tell(f"{given.task.series}, {given.task.mode}", done + 1, len(tasks))
+        ended = forked(
+            [functools.partial(_given, task, bases[task.mode]) for task in tasks],
+            functools.partial(tell, "crashes"),
+            cores=jobs,
+        )
+        for task, one in zip(tasks, ended, strict=True):
+            totals.add(task, *one.value)
         with without_checksums():
             control = damage.while_open(bases["each"][-1], "each", "flips", 200, 0)
         totals.counts["control"] = control.counts["wrong"]
@@ -209,6 +205,14 @@ def _tasks(amounts: Amounts, *, traced: bool) -> Iterator[Task]:
                 yield Task(name, mode, most, lot, amounts.lots)
 
 
+def _given(task: Task, bases: Sequence[Path]) -> tuple[dict[str, int], list[str]]:
+    """Do a task, and leave nothing of its cases."""
+    found = _do(task, bases)
+    for left in bases[-1].parent.glob(f"*-{os.getpid()}"):
+        shutil.rmtree(left)
+    return dict(found.counts), found.notes
+
+
 def _do(task: Task, bases: Sequence[Path]) -> Findings:
     base, mode = bases[-1], task.mode
     first, _, kind = task.series.partition(" ")
@@ -232,60 +236,3 @@ def _do(task: Task, bases: Sequence[Path]) -> Findings:
         "lying syncs": functools.partial(power.power_losses, lying=True),
     }
     return series[task.series](base, mode, task.most, task.offset, task.stride)
-
-
-# ---- processes
-
-
-def _spread(bases: dict[str, list[Path]], tasks: Sequence[Task], jobs: int) -> Iterator[Given]:
-    """Do tasks in as many children, and yield what each gives. One that fails ends it all."""
-    jobs = min(jobs, len(tasks))
-    children: dict[int, int] = {}
-    with selectors.DefaultSelector() as selector:
-        try:
-            for number in range(jobs):
-                reading, writing = os.pipe()
-                child = os.fork()
-                if child == 0:
-                    _work(bases, tasks[number::jobs], writing)
-                os.close(writing)
-                children[reading] = child
-                selector.register(reading, selectors.EVENT_READ, bytearray())
-            yield from _gather(selector, len(tasks))
-        finally:
-            for reading, child in children.items():
-                os.close(reading)
-                os.kill(child, 9)  # it has ended, or its work is not wanted any more
-                os.waitpid(child, 0)
-
-
-def _gather(selector: selectors.BaseSelector, count: int) -> Iterator[Given]:
-    left = count
-    while left:
-        for key, _ in selector.select():
-            descriptor: int = key.fd
-            data = os.read(descriptor, 1 << 16)
-            if not data:
-                selector.unregister(descriptor)
-                assert selector.get_map(), "a process of the campaign ended before its work"
-            key.data.extend(data)
-            *lines, rest = key.data.split(b"\n")
-            key.data[:] = rest
-            for line in lines:
-                left -= 1
-                yield msgspec.json.decode(line, type=Given)
-
-
-def _work(bases: dict[str, list[Path]], tasks: Sequence[Task], writing: int) -> None:
-    """Do tasks in this child, say what they gave, and end."""
-    try:
-        with os.fdopen(writing, "wb") as pipe:
-            for task in tasks:
-                found = _do(task, bases[task.mode])
-                pipe.write(msgspec.json.encode(Given(task, dict(found.counts), found.notes)))
-                pipe.write(b"\n")
-                pipe.flush()
-    except Exception:  # noqa: BLE001  (the parent misses what it would have given)
-        traceback.print_exc()
-    finally:
-        os._exit(0)
