@@ -1,4 +1,4 @@
-"""A soak with one guard less, in the server or in clients, by KVTIER_CARELESS. See test_soak.py."""
+"""A process with one guard less, by KVTIER_CARELESS. See test_soak.py and test_torch_forks.py."""
 
 from __future__ import annotations
 
@@ -55,9 +55,17 @@ def keep() -> None:
     MappedArena.unmap = keeping  # type: ignore[method-assign]
 
 
+def forking() -> None:
+    """Let a fork go on when what it was forked off has ended: ask for no signal then."""
+    from kvtier.testing import with_parent
+
+    with_parent._PR_SET_PDEATHSIG = 0  # type: ignore[misc]
+
+
 for module, careless in (
     ("kvtier.daemon.server", {"revoke": revoke, "forget": forget}),
     ("kvtier.testing.soak", {"keep": keep}),
+    ("kvtier.testing.torch_forks", {"forking": forking}),
 ):
     if module in sys.orig_argv and CARELESS in careless:
         careless[CARELESS]()
