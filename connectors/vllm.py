@@ -175,9 +175,13 @@ class KvtierConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self._scheduler.busy
 
     def reset_cache(self) -> bool:
-        """Take this model's KV out of all tiers, as after a change of its weights. Blocks."""
+        """Take this model's KV out of all tiers, as after a change of its weights. Blocks.
+
+        Requests that wait are offered none of it any more.
+        """
         if self._seat.given is None:
             return True
+        self._scheduler.reset()
         try:
             self._seat.cache.purge(timeout=_PURGE_SECONDS)
         except TimeoutError:

@@ -298,6 +298,18 @@ class SchedulerSide:
                     del self._reading[block]
         self._rules.poll()
 
+    def reset(self) -> None:
+        """Let go of what requests were offered, since the cache is emptied: its KV is void.
+
+        So is what they have computed or are loading: of those that have any, nothing more is saved.
+        """
+        for request_id, served in self._served.items():
+            self._rules.finish(request_id)
+            if served.request.num_computed_tokens:
+                served.next = _NEVER
+            elif served.identity is not None:
+                served.next = self._chunk
+
     def close(self) -> None:
         """Let go of what requests hold."""
         self._served.clear()

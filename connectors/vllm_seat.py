@@ -6,6 +6,7 @@ else one that the scheduler starts, which ends with it. Workers find its memory 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -168,20 +169,21 @@ class ApartPlace:
         self._worker = Worker(engine, path)
         self._geometry = namespace.geometry
         self._rank = (*rank, 0, 1)
+        self._patience = _BIND_SECONDS
 
     def check(self, tensors: Any, device: Device) -> None:
         """See Place."""
         Pages(self._geometry, self._worker.arena, tensors, device, self._rank)
 
     def pages(self, tensors: Any, device: Device) -> Pages:
-        """See Place."""
-        return self._worker.bind(
-            self._geometry, tensors, device, rank=self._rank, timeout=_BIND_SECONDS
-        )
+        """See Place. Waits for the cache once: vLLM stands still meanwhile, for each plan anew."""
+        seconds, self._patience = self._patience, 0.0
+        return self._worker.bind(self._geometry, tensors, device, rank=self._rank, timeout=seconds)
 
     def ended(self, plan: int) -> None:
         """See Place. The daemon hears of it, too."""
-        self._worker.ended(plan)
+        with contextlib.suppress(MisuseError):  # never bound: no daemon waits for its word
+            self._worker.ended(plan)
 
     def close(self, causes: Mapping[int, str]) -> None:
         """See Place."""

@@ -19,6 +19,7 @@ from kvtier.transfer import CopyStatus, CopyTransfer
 
 _log = logging.getLogger("kvtier")
 _SLOW_SECONDS: Final = 10.0
+_OVERTAKEN: Final = "its blocks were given to others before they were copied"
 _IDLE_SECONDS: Final = 0.003
 
 
@@ -37,6 +38,7 @@ class WorkerSide:
         self._arrived: list[str] = []
         self._failed: dict[str, tuple[int, ...]] = {}
         self._causes: dict[int, str] = {}
+        self._void: dict[int, str] = {}  # saves under way that come to nothing: why
 
     def bind(self, tensors: dict[str, Any]) -> None:
         """Take vLLM's KV, by layer: on the CPU, or all of it on one GPU.
@@ -53,11 +55,19 @@ class WorkerSide:
     # ---- a step, in vLLM's order
 
     def before(self, plans: StepPlans) -> None:
-        """Let saves end whose blocks this step writes. Blocks."""
+        """Let saves end whose blocks this step writes. Blocks, ten seconds at most.
+
+        One that takes longer comes to nothing: vLLM gives a step up after a while, and itself.
+        """
+        until = monotonic() + _SLOW_SECONDS
         for number in plans.reused:
             transfer = self._saves.get(number)
-            while transfer and transfer.result(_SLOW_SECONDS).status is CopyStatus.TIMEOUT:
-                _log.warning("a save has been copying for %g s; the step waits", _SLOW_SECONDS)
+            if transfer is None or number in self._void:
+                continue
+            left = max(until - monotonic(), 0.0)
+            if transfer.result(left).status is CopyStatus.TIMEOUT:
+                self._void[number] = _OVERTAKEN
+                _log.warning("a save is dropped: %s, in %g s", _OVERTAKEN, _SLOW_SECONDS)
 
     def load(self, plans: StepPlans) -> None:
         """Start this step's loads, into blocks that nothing reads yet."""
@@ -105,7 +115,7 @@ class WorkerSide:
         for number, transfer in list(self._saves.items()):
             if transfer.poll():
                 del self._saves[number]
-                self._note(number, _cause(transfer))
+                self._note(number, self._void.pop(number, "") or _cause(transfer))
         causes, self._causes = self._causes, {}
         return Ended({number: [cause] for number, cause in causes.items()}) if causes else None
 
@@ -147,7 +157,7 @@ class WorkerSide:
         except (ConfigError, ProtocolError) as error:
             cause = str(error)
         _log.warning("a plan was refused: %s", cause)
-        self._causes[plan.id] = cause
+        self._note(plan.id, cause)
         return None
 
 

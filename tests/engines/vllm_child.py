@@ -169,9 +169,7 @@ def script_memory(engine: Engine) -> dict[str, Any]:
     found["abort"] = _aborted(engine, cold)
     found["failed loads"] = _failed(engine, cold)
     found["figures"] = _exported(engine)
-    assert engine.llm.reset_prefix_cache(reset_connector=True)
-    emptied, none = engine.answer()
-    found["emptied"] = emptied == cold and sum(none) == 0
+    found["emptied"] = _emptied(engine, cold)
     engine.reset()
     arena = engine.connector.cache._desk.arena.memory
     arena.view(np.float32)[:] = np.random.default_rng(2).standard_normal(len(arena) // 4)
@@ -229,6 +227,21 @@ def _failed(engine: Engine, cold: Answers) -> bool:
     healed, cached = engine.answer()
     once = len(tried) == len(engine.prompts)  # none is tried again
     return answers == healed == cold and once and min(cached) >= 128
+
+
+def _emptied(engine: Engine, cold: Answers) -> bool:
+    """Empty all tiers while a request waits for blocks: it is offered nothing any more."""
+    engine.reset()
+    serving = engine.llm.llm_engine
+    name = serving.add_request("e", {"prompt_token_ids": engine.prompts[0]}, sampling(8))
+    (waits,) = engine.scheduler.requests.values()
+    offered, _ = engine.connector.get_num_new_matched_tokens(waits, 0)
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    void = engine.connector.get_num_new_matched_tokens(waits, 0) == (0, False)
+    serving.abort_request([name or "e"], internal=True)
+    engine.step_until(lambda: not engine.scheduler.requests)
+    answers, none = engine.answer()
+    return offered >= 256 and void and answers == cold and sum(none) == 0
 
 
 def _exported(engine: Engine) -> bool:

@@ -15,6 +15,7 @@ from kvtier.connectors import vllm_seat
 from kvtier.connectors.vllm_absent import AbsentSide
 from kvtier.connectors.vllm_seat import ApartPlace, open_for, open_or_absent, take_seat
 from kvtier.connectors.vllm_step import StepPlans
+from kvtier.daemon.worker import Worker
 from kvtier.device.cpu import CpuDevice
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.daemon import running
@@ -122,6 +123,42 @@ def test_kv_of_another_shape_is_refused_before_there_is_a_daemon():
     place = ApartPlace(["dram:4MiB"], namespace, "nobody", (0, 1))
     with pytest.raises(ConfigError, match="check dtype, block size"):
         place.check([[torch.zeros(BLOCKS, 1, BLOCK, 8)] * 2], CpuDevice())
+
+
+def test_the_daemon_hears_of_a_plan_that_was_refused(monkeypatch):
+    """Or it would keep the slots for this rank where the scheduler has died."""
+    told = []
+    steps = VllmSteps(FULL, engine=f"refused-{os.getpid()}")
+    monkeypatch.setattr(steps.place._worker, "ended", told.append)
+    try:
+        steps.serve("a", TOKENS, TABLE)
+        steps.settle()
+        told.clear()
+        assert set(steps.load(steps.request("b", TOKENS), [*OTHER[:11], BLOCKS, 43])) == {"b"}
+        assert len(told) == 1
+    finally:
+        steps.close()
+
+
+def test_a_daemon_that_cannot_be_reached_is_waited_for_once(monkeypatch):
+    waits = []
+
+    def absent(_worker, *_, timeout: float, **__):
+        waits.append(timeout)
+        raise ConfigError("no daemon answers")
+
+    monkeypatch.setattr(Worker, "bind", absent)
+    steps = VllmSteps(FULL)
+    try:
+        steps.worker._place = ApartPlace(["dram:4MiB"], steps.namespace, "nobody", (0, 1))
+        steps.worker._pages = None
+        for name in "abc":
+            steps.serve(name, [*TOKENS, ord(name)][1:], TABLE)
+            steps.settle()
+        assert waits == [vllm_seat._BIND_SECONDS, 0.0, 0.0]
+    finally:
+        steps.worker._place = steps.place
+        steps.close()
 
 
 def test_without_a_daemon_a_plan_fails_and_the_worker_goes_on(monkeypatch):

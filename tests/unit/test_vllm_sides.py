@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import kvtier
-from kvtier.connectors import reference
+from kvtier.connectors import reference, vllm_worker
 from kvtier.connectors.vllm_scheduler import SchedulerSide
 from kvtier.connectors.vllm_seat import take_seat
 from kvtier.connectors.vllm_step import Ended
@@ -172,6 +172,31 @@ def test_a_block_is_not_overwritten_while_a_save_reads_it(plain: VllmSteps, monk
 def test_without_the_fence_it_is(plain: VllmSteps, monkeypatch):
     monkeypatch.setattr(SchedulerSide, "_reused", lambda *_: [])
     assert not saved_before_reuse(plain, monkeypatch)
+
+
+def offered_after_a_save_that_hangs(vllm: VllmSteps, patch: pytest.MonkeyPatch) -> int:
+    """Write the blocks of a save that takes too long; return how much of it is offered then."""
+    patch.setattr(vllm_worker, "_SLOW_SECONDS", 0.01)
+    gate = Gate(patch)
+    first = vllm.serve("a", prompt(128), list(range(1, 9)))
+    vllm.scheduler.finish(first)
+    vllm.serve("b", prompt(63, 1), [5, 6, 7, 8])
+    vllm.serve("c", prompt(63, 2), [5, 6, 7, 8])
+    gate.open.set()
+    vllm.settle()
+    return vllm.scheduler.match(vllm.request("d", [*prompt(128), 1]), 0)[0]
+
+
+def test_a_step_waits_for_no_save_that_hangs_and_such_a_one_comes_to_nothing(
+    plain: VllmSteps, monkeypatch, caplog
+):
+    assert offered_after_a_save_that_hangs(plain, monkeypatch) == 0
+    assert caplog.text.count("a save is dropped") == 1
+
+
+def test_without_that_word_it_would_be_offered(plain: VllmSteps, monkeypatch):
+    monkeypatch.setattr(vllm_worker, "_OVERTAKEN", "")
+    assert offered_after_a_save_that_hangs(plain, monkeypatch) == 128
 
 
 def test_a_save_holds_up_no_step_that_leaves_its_blocks_alone(plain: VllmSteps, monkeypatch):
