@@ -19,6 +19,7 @@ from kvtier.testing.mutations import named
 from kvtier.testing.simevents import EVENTS
 from kvtier.testing.simschedule import KINDS, Outcome, Schedule, live
 from kvtier.testing.simsweep import swept
+from kvtier.testing.with_parent import with_parent
 
 _BATCH: Final = 20
 _KEPT_FAILURES: Final = 100
@@ -217,9 +218,11 @@ def _spread(task: Task, results: int, jobs: int, kind: type[R]) -> Iterator[R]:
 @contextlib.contextmanager
 def _worker(task: Task) -> Iterator[IO[bytes]]:
     """Start a process that does a task; yield what it prints, a result a line."""
-    command = [sys.executable, "-m", "kvtier.testing.simworker"]
     process = subprocess.Popen(  # noqa: S603  (our own command)
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        with_parent([sys.executable, "-m", "kvtier.testing.simworker"]),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for the campaign, which then ends its processes
     )
     with process:
         if process.stdin is None or process.stdout is None:

@@ -13,7 +13,7 @@ from kvtier.testing.campaign import Task, work
 def main() -> None:
     """Do the task, for as long as somebody reads."""
     task = msgspec.json.decode(sys.stdin.buffer.readline(), type=Task)
-    with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
+    with contextlib.suppress(BrokenPipeError):
         for result in work(task):
             sys.stdout.buffer.write(msgspec.json.encode(result) + b"\n")
             sys.stdout.buffer.flush()

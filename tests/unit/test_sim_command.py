@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +19,7 @@ from kvtier.testing.mutations import MUTATIONS
 from kvtier.testing.simdevice import SimDevice
 from kvtier.testing.simevents import EVENTS
 from kvtier.testing.simschedule import Schedule
+from kvtier.testing.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -174,3 +180,43 @@ def test_bad_input_is_said_in_one_line(args, said, capsys):
     assert error.startswith("error: ")
     assert said in error
     assert error.count("\n") == 1
+
+
+def started(module, *args):
+    """Start a module in a session of its own, as a terminal starts a command."""
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *args],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def interrupted(process):
+    """Press Ctrl-C; return what is said on stderr."""
+    os.killpg(process.pid, signal.SIGINT)
+    return process.communicate(timeout=30)[1]
+
+
+def catches_interrupts(pid):
+    """Say whether a process has its handler for SIGINT, as Python has soon after its start."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(line.split()[1] for line in lines if line.startswith("SigCgt"))
+    return bool(int(caught, 16) >> (signal.SIGINT - 1) & 1)
+
+
+def test_who_interrupts_it_hears_nothing_of_its_processes():
+    process = started("kvtier", "sim", "--schedules", "100000", "--jobs", "2")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    workers = until(lambda: len(found := children.read_text().split()) == 2 and found)
+    assert until(lambda: all(map(catches_interrupts, workers)))
+    assert not interrupted(process).strip()
+    assert process.returncode == 130
+
+
+def test_twin_a_process_of_it_that_gets_the_interrupt_says_where_it_was():
+    process = started("kvtier.testing.simworker")
+    assert until(lambda: catches_interrupts(process.pid))
+    assert "KeyboardInterrupt" in interrupted(process)
