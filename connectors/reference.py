@@ -46,6 +46,7 @@ class _State:
     fetch: FetchTransfer | None = None
     lease: Lease | None = None
     saved_chunks: int = 0
+    counted: bool = False  # as a request that looked for this load
 
 
 @dataclass(slots=True)
@@ -128,10 +129,10 @@ class ReferenceConnector:
         """Match a prompt, and lease or fetch what is found of chunks from `first` on."""
         if state.prefix is None:
             return MISS
-        match = self._cache.match(state.prefix)
+        match = self._cache.match(state.prefix, counted=not state.counted)
         if match.pending:
             return self._owed(state)
-        state.until = 0.0
+        state.until, state.counted = 0.0, True
         begin = 0
         if not self._always:
             match, advice = self._cache.advise(match, state.computed, meet=self._meet)
@@ -186,13 +187,15 @@ class ReferenceConnector:
         """
         if state.match is None:
             return False
-        before, state.match = state.match.tokens, self._cache.match(state.match.prefix)
+        before = state.match.tokens
+        state.match = self._cache.match(state.match.prefix, counted=False)
         return state.computed < state.match.tokens < before
 
     def load(self, request_id: str, block_ids: Places) -> None:
         """See Connector."""
         state = self._states.get(request_id, _State())
         lease, state.lease = state.lease, None
+        state.counted = False  # who asks again was preempted, and loads again
         if lease is None or state.match is None:
             raise MisuseError(f"request {request_id!r} was offered nothing to load")
         with lease:  # the plan holds the slots from here on

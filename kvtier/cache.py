@@ -91,17 +91,20 @@ class Cache(Upkeep):
         """
         return self._namer.prefix(tokens, request, known)
 
-    def match(self, tokens: TokenIds | Prefix, request: Request | None = None) -> Match:
+    def match(
+        self, tokens: TokenIds | Prefix, request: Request | None = None, *, counted: bool = True
+    ) -> Match:
         """Return how much of a prompt can be loaded, and from where. Memory only.
 
-        The whole chain counts as used, whatever of it the engine has in HBM.
+        The whole chain counts as used, whatever of it the engine has in HBM. counted: in figures
+        and recordings, as a request; not where one that was counted looks again.
         """
         self._check()
         prefix = self._mine(tokens, request)
         recorder = self._recorder  # which another thread may end
-        if recorder is not None:
+        if recorder is not None and counted:
             recorder.note(prefix)
-        return self._desk.match(prefix)
+        return self._desk.match(prefix, counted=counted)
 
     # ---- load or recompute
 
@@ -204,7 +207,7 @@ class Cache(Upkeep):
         Raises MisuseError for a budget that is negative or no number.
         """
         self._check()
-        match = prompt if isinstance(prompt, Match) else self.match(prompt)
+        match = prompt if isinstance(prompt, Match) else self.match(prompt, counted=False)
         self._matched(match)
         for budget in (base, per_1024_tokens):
             check_wait("a prefetch's budget", budget)
