@@ -148,10 +148,11 @@ def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
         text = msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
         sys.stdout.write(text + "\n")
         return
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from kvtier.cli.screen import screen
+
+    console = screen()
     marks = {"ok": ("✓", "green"), "limited": ("!", "yellow"), "missing": ("✗", "red")}
     for finding in findings:
         mark, colour = marks[finding.state]

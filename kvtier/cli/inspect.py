@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from kvtier.tiers.survey import Found, Survey
 
 _DIGITS: Final = 8  # of a namespace in the table: as many as kvtier purge needs
-_WIDTH: Final = 80
 
 
 @click.command("inspect", short_help="Say what lies in an lmdb tier's directory.")
@@ -44,15 +43,13 @@ def inspect(directory: Path, as_json: bool) -> int:  # noqa: FBT001
 
 
 def _show(found: Survey) -> None:
-    from rich.console import Console
+    from kvtier.cli.screen import print_table, screen
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH  # a file has none
+    console = screen()
     for line in _lines(found):
         console.print(line, markup=False, soft_wrap=True)
     if found.namespaces:
-        console.print(_namespaces(found.namespaces))
+        print_table(console, _namespaces(found.namespaces))
     if found.classes:
         _print_classes(console, found)
 
@@ -105,6 +102,8 @@ def _namespaces(found: Sequence[Found]) -> Table:
 
 
 def _print_classes(console: Console, found: Survey) -> None:
+    from kvtier.cli.screen import print_table
+
     table = _table("slots of", "segments", "slots", "used", "", "filled")
     for one in found.classes:
         space = one.used_slots * one.slot_bytes
@@ -116,7 +115,7 @@ def _print_classes(console: Console, found: Survey) -> None:
             f"{one.used_slots / one.slots:.0%}" if one.slots else "",
             f"{one.stored_bytes / space:.1%}" if space else "",
         )
-    console.print(table)
+    print_table(console, table)
     console.print(
         "each and age: medians; depth: median/most; filled: payload of the used slots' bytes"
     )

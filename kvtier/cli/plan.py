@@ -156,11 +156,10 @@ def _encoded(found: Budget, drawn: Curve | None, tiers: Stack | None) -> bytes:
 
 
 def _show(found: Budget, drawn: Curve | None, tiers: Stack | None) -> None:
-    from rich.console import Console
-
+    from kvtier.cli.screen import screen
     from kvtier.cli.stack import show_stack
 
-    console = Console(highlight=False)
+    console = screen()
     rows = (
         ("GPU memory", found.gpu_memory, f"{found.gpus} x" if found.gpus > 1 else ""),
         ("- weights", -found.weights, ""),
@@ -194,6 +193,8 @@ def _show_curve(console: Console, drawn: Curve) -> None:
     from rich import box
     from rich.table import Table
 
+    from kvtier.cli.screen import print_table
+
     # Not as the table's title, which would be wrapped to the table's width.
     title = f"{drawn.trace}: hit rate, % of prompt tokens"
     console.print(title, highlight=False, markup=False, soft_wrap=True)
@@ -208,7 +209,7 @@ def _show_curve(console: Console, drawn: Curve) -> None:
         note = "the knee" if knee else ""
         table.add_row(name, f"{point.hit_rate:.1f}", f"{point.optimum:.1f}", note)
     table.add_row("no bound", f"{drawn.ceiling:.1f}", f"{drawn.ceiling:.1f}", "")
-    console.print(table)
+    print_table(console, table)
     counted = f"the last {100 * (1 - drawn.warmup):g}%" if drawn.warmup else "all"
     console.print(f"of {counted} of {drawn.requests:,} requests; all tiers together as one cache.")
     console.print("Doubling a cache that is as large as the knee gains less than 1 point.")

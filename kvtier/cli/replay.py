@@ -15,6 +15,10 @@ from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.table import Table
+
     from kvtier.planning.replay import Replay
 
 _MOST_POINTS: Final = 64
@@ -203,33 +207,44 @@ def _split(text: str | None) -> list[str]:
 
 
 def _show(found: Replay, block_bytes: int | None) -> None:
-    """Print a replay: a row a policy, a column a capacity."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
+    """Print a replay: a row a policy and a column a capacity, or turned where only that fits."""
+    from kvtier.cli.screen import best_of, print_table, screen
 
-    console = Console()
+    console = screen()
     # Not as the table's title, which would be wrapped to the table's width.
-    title = f"{found.trace}: hit rate, % of prompt tokens"
-    console.print(title, highlight=False, markup=False, soft_wrap=True)
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("policy", no_wrap=True)
-    points = sorted({one.capacity_blocks for one in found.results})
-    for point in points:
-        size = f"{point:,}" if block_bytes is None else format_bytes(point * block_bytes)
-        table.add_column(size, justify="right", no_wrap=True)
-    for policy in dict.fromkeys(one.policy for one in found.results):
-        rates = {
-            one.capacity_blocks: one.hit_rate_tokens
-            for one in found.results
-            if one.policy == policy
-        }
-        table.add_row(policy, *(f"{rates[point]:.1f}" for point in points))
-    table.add_row("ceiling", *(f"{found.ceiling.hit_rate_tokens:.1f}" for _ in points))
-    console.print(table)
+    unit = "blocks" if block_bytes is None else "bytes"
+    title = f"{found.trace}: hit rate, % of prompt tokens, by capacity in {unit}"
+    console.print(title, markup=False, soft_wrap=True)
+    rates = {(one.policy, one.capacity_blocks): one.hit_rate_tokens for one in found.results}
+    policies = list(dict.fromkeys(policy for policy, _ in rates))
+    points = sorted({point for _, point in rates})
+    most = found.ceiling.hit_rate_tokens
+    sizes = [
+        f"{one:,}" if block_bytes is None else format_bytes(one * block_bytes) for one in points
+    ]
+    rows = [[f"{rates[policy, one]:.1f}" for one in points] for policy in policies]
+    rows.append([f"{most:.1f}"] * len(points))
+    names = [*policies, "ceiling"]
+    upright = _table("policy", sizes, names, rows)
+    turned = _table(unit, names, sizes, list(zip(*rows, strict=True)))
+    print_table(console, best_of(console, upright, turned))
     both = " with those of the answers" if found.answer_blocks else ""
     console.print(
         f"{found.requests:,} requests, {found.blocks:,} blocks of {found.block_tokens} tokens, "
         f"{found.unique_blocks:,} different{both}; of {found.denominator}",
-        highlight=False,
     )
+
+
+def _table(
+    first: str, columns: Sequence[str], names: Sequence[str], rows: Sequence[Sequence[str]]
+) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    for name, row in zip(names, rows, strict=True):
+        table.add_row(name, *row)
+    return table

@@ -126,10 +126,11 @@ def _waiting(found: Stack) -> str:
 def show_stack(found: Stack) -> None:
     """Print a stack: a row a tier."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from kvtier.cli.screen import print_table, screen
+
+    console = screen()
     # Not as the table's title, which would be wrapped to the table's width.
     title = f"{found.trace}: {found.requests:,} requests, {found.policy}"
     console.print(title, highlight=False, markup=False, soft_wrap=True)
@@ -147,7 +148,7 @@ def show_stack(found: Stack) -> None:
             _life(one.life_years),
             f"${one.dollars:,.0f}",
         )
-    console.print(table)
+    print_table(console, table)
     for name, times in (("with it", found.ttft), ("without", found.ttft_without)):
         console.print(
             f"TTFT {name}: mean {format_seconds(times.mean)}, p50 {format_seconds(times.p50)}, "

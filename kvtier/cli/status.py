@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 _DEGRADED: Final = 1
 _SECONDS: Final = 5.0
-_WIDTH: Final = 80
 
 
 @click.command("status", short_help="Say how a daemon fares, or let Prometheus ask.")
@@ -79,12 +78,11 @@ def _path_of(text: str) -> str:
 
 def _show(path: str, found: Status) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = _WIDTH  # a file has none
+    from kvtier.cli.screen import print_table, screen
+
+    console = screen()
     for line in _lines(path, found):
         console.print(line, markup=False, soft_wrap=True)
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
@@ -93,7 +91,7 @@ def _show(path: str, found: Status) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     for tier in found.tiers:
         table.add_row(tier, *_row(found.figures, tier))
-    console.print(table)
+    print_table(console, table)
     for tier, why in found.troubles.items():
         console.print(f"{tier} is not served: {why}", markup=False, soft_wrap=True)
 

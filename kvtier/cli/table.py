@@ -6,29 +6,26 @@ import math
 from typing import Final
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from kvtier.bench.report import ArmReport, Ratio, Report
+from kvtier.cli.screen import print_table, screen
 from kvtier.units import format_bytes
 
-_WIDTH: Final = 80
 _KEPT_UP: Final = 0.9  # of what came; the last ones come late, and so end late
 _BAR: Final = 10  # characters of the slowest arm's bar
 _EIGHTHS: Final = "▏▎▍▌▋▊▉█"
 
 
 def show(report: Report) -> None:
-    """Print the report on stdout: how fast, then from where, each within 80 columns."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = _WIDTH  # a file has none
+    """Print the report on stdout: how fast, then from where, each in 80 columns if it can be."""
+    console = screen()
     title = f"{report.workload}, {report.arms[0].requests} requests an arm"
     for table in (_times_table(report), _sources_table(report)):
         table.title, title = title, ""
-        console.print(table)
+        print_table(console, table)
     for line in _notes(report):
-        console.print(line, highlight=False, soft_wrap=True)
+        console.print(line, soft_wrap=True)
 
 
 def _table(*columns: str) -> Table:

@@ -73,7 +73,7 @@ def test_a_tier_slower_than_vllm_computes_is_left_alone(plain: VllmSteps, monkey
     plain.settle()
     match = plain.cache.match(plain.cache.prefix(first.all_token_ids))
     below = dataclasses.replace(match, where=b"\1" * match.chunks, stack=("dram", "lmdb"))
-    monkeypatch.setattr(plain.cache._desk, "match", lambda prefix: below)
+    monkeypatch.setattr(plain.cache._desk, "match", lambda prefix, **_: below)
     plain.cache._adviser.costs.believe_tier("lmdb", 3600.0, 0.0)
     monkeypatch.setattr(plain.cache._adviser, "_probe", lambda match, tier: None)
     assert plain.scheduler.match(plain.request("b", prompt(200)), 0)[0] is None  # it is fetched

@@ -118,12 +118,12 @@ def test_a_daemon_that_answers_late_is_asked_again(plain: VllmSteps, monkeypatch
     plain.settle()
     match = plain.cache.match
     second, third = (plain.request(name, prompt(200)) for name in "bc")
-    monkeypatch.setattr(plain.cache, "match", lambda it: Match(it, 0, pending=True))
+    monkeypatch.setattr(plain.cache, "match", lambda it, **_: Match(it, 0, pending=True))
     assert plain.scheduler.match(second, 0) == (None, False)
     assert plain.scheduler.match(third, 0) == (None, False)
     monkeypatch.setattr(plain.cache, "match", match)
     assert plain.scheduler.match(second, 0) == (192, True)
-    monkeypatch.setattr(plain.cache, "match", lambda it: Match(it, 0, pending=True))
+    monkeypatch.setattr(plain.cache, "match", lambda it, **_: Match(it, 0, pending=True))
     now = reference.monotonic() + reference._FETCH_SECONDS
     monkeypatch.setattr(reference, "monotonic", lambda: now)
     assert plain.scheduler.match(third, 0) == (0, False)
