@@ -185,12 +185,17 @@ class Device(Protocol):
 
 
 def block_runs(blocks: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield runs of consecutive blocks: from and to which place, and the first id. No holes."""
+    """Yield runs of consecutive blocks: from and to which place, and the first id. No holes.
+
+    Raises MisuseError for an id below HOLE, which an array would take as one from its end.
+    """
     at = 0
     while at < len(blocks):
         first, stop = blocks[at], at + 1
         while stop < len(blocks) and blocks[stop] == first + stop - at:
             stop += 1
+        if first < HOLE:
+            raise MisuseError(f"blocks from {first} on do not match any: ids begin with 0")
         if first != HOLE:
             yield at, stop, first
             at = stop

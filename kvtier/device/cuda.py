@@ -38,6 +38,9 @@ _LEAST_IN_FLIGHT: Final = 2
 _CHOICES: Final = 256  # that are remembered
 _ROWS: Final = 3  # of what a batched copy takes
 _CLOSE_SECONDS: Final = 10.0
+_HANGING: Final[list[CudaDevice]] = []
+"""Closed, while something of them was under way, which may go on: it reads and writes what is
+theirs, so that nobody else may be given that."""
 _log = logging.getLogger("kvtier")
 
 
@@ -138,6 +141,8 @@ class CudaDevice:
         """See Device. The stream that the calling thread computes on waits."""
         if not isinstance(fence, CudaFence):
             return fence.wait(timeout)
+        if fence.error is not None:
+            raise fence.error
         self.driver.hold(fence.event)
         return True
 
@@ -147,9 +152,8 @@ class CudaDevice:
         (planned,) = self._planned([copies])
         for fence in after:
             mine.wait(fence)
-        with self._tables(mine, into_slot=True) as tables:
-            self._move(mine, "store", planned, tables, into_slot=True)
-        return mine.record()
+        (fence,) = self._moved(mine, "store", [planned], into_slot=True)
+        return fence
 
     def scatter(
         self, stream: Stream, groups: Sequence[Sequence[Copy]], after: Sequence[Fence]
@@ -159,12 +163,7 @@ class CudaDevice:
         each = self._planned(groups)
         for fence in after:
             mine.wait(fence)
-        fences: list[Fence] = []
-        with self._tables(mine, into_slot=False) as tables:
-            for planned in each:
-                self._move(mine, "load", planned, tables, into_slot=False)
-                fences.append(mine.record())
-        return fences
+        return self._moved(mine, "load", each, into_slot=False)
 
     def close(self) -> None:
         """See Device. Memory that work still uses after ten seconds stays pinned."""
@@ -174,6 +173,7 @@ class CudaDevice:
             stream.closed = True
         if not self._drain(_CLOSE_SECONDS):
             _log.warning("%s still copies at close; its memory stays pinned", self.name)
+            _HANGING.append(self)
             return
         self._pinned.drop()
         self.driver.close()
@@ -208,6 +208,24 @@ class CudaDevice:
                     "pinned: call its pin() with the arena's memory first"
                 )
         return each
+
+    def _moved(
+        self, stream: CudaStream, role: Role, each: Sequence[Sequence[Spread]], *, into_slot: bool
+    ) -> list[Fence]:
+        """Enqueue groups of runs; return a fence for each.
+
+        Where the driver refuses something, what was enqueued before is under way: so this is told
+        by the fence of that group, and of those behind it, which are not enqueued.
+        """
+        fences: list[Fence] = []
+        try:
+            with self._tables(stream, into_slot=into_slot) as tables:
+                for planned in each:
+                    self._move(stream, role, planned, tables, into_slot=into_slot)
+                    fences.append(stream.record())
+        except Exception as error:  # noqa: BLE001  (a copy's fault is told by its fence)
+            return [*fences, *[stream.record(error)] * (len(each) - len(fences))]
+        return fences
 
     def _move(
         self,

@@ -241,10 +241,9 @@ def _on_a_plane(shape: _Shape, every: Sequence[Sequence[int]]) -> _Found:
     """Return the runs of copies on a plane, from their blocks. See _Found."""
     (_, among, size), (_, across, _), (_, slot_across, _), _ = shape
     before = np.array(list(accumulate(map(len, every), initial=0)))
-    packed = b"".join([_packer(len(blocks)).pack(*blocks) for blocks in every])
-    ids = np.frombuffer(packed, np.int64)
+    ids = _ids(every, among)
     if (ids - HOLE).view(np.uint64).max(initial=0) > among:  # what is below is beyond all
-        extremes = ((min(blocks), max(blocks)) for blocks in every if blocks)
+        extremes = ((min(blocks), max(blocks)) for blocks in every if len(blocks))
         low, high = next(pair for pair in extremes if pair[0] < HOLE or pair[1] >= among)
         raise MisuseError(f"blocks {low} to {high} do not match pages of {among}")
     kept = ids != HOLE
@@ -256,6 +255,15 @@ def _on_a_plane(shape: _Shape, every: Sequence[Sequence[int]]) -> _Found:
     counts = (kept != follows[1:]).nonzero()[0] - begins + 1
     rows = (ids[begins] * across, begins * slot_across, counts * size)
     return _Found(*rows, begins.searchsorted(before), before)
+
+
+def _ids(every: Sequence[Sequence[int]], among: int) -> Signed:
+    """Return the ids of all blocks, one after another."""
+    try:
+        packed = b"".join([_packer(len(blocks)).pack(*blocks) for blocks in every])
+    except struct.error as error:  # it has more than 64 bits, or is no number
+        raise MisuseError(f"ids of blocks do not match pages of {among}: {error}") from error
+    return np.frombuffer(packed, np.int64)
 
 
 @lru_cache

@@ -27,21 +27,25 @@ _PAUSE: Final = threading.Event()  # never set
 
 
 class CudaFence:
-    """See Fence."""
+    """See Fence. error: why not all was enqueued that it is the fence of; None: all was."""
 
-    __slots__ = ("event",)
+    __slots__ = ("error", "event")
 
-    def __init__(self, event: Event) -> None:
+    def __init__(self, event: Event, error: Exception | None = None) -> None:
         self.event = event
+        self.error = error
 
     def done(self) -> bool:
         """See Fence."""
-        return self.event.done()
+        done = self.event.done()
+        if done and self.error is not None:  # not before: what was enqueued is under way
+            raise self.error
+        return done
 
     def wait(self, timeout: float) -> bool:
         """See Fence."""
         until = monotonic() + timeout
-        while not self.event.done():
+        while not self.done():
             if monotonic() >= until:
                 return False
             _PAUSE.wait(_LOOK_SECONDS)
@@ -70,16 +74,18 @@ class CudaStream:
         fits = count <= len(self._scratch)
         return self._scratch[:count] if fits else allocated(count)
 
-    def record(self) -> CudaFence:
-        """See Stream."""
+    def record(self, error: Exception | None = None) -> CudaFence:
+        """See Stream. error: of what the driver has refused, see CudaFence."""
         event = self._driver.record(self.handle)
         while self._used:
             self._used.pop().event = event
-        return CudaFence(event)
+        return CudaFence(event, error)
 
     def wait(self, fence: Fence) -> None:
         """See Stream. A fence of no GPU has to be done. Raises MisuseError, or what it raises."""
         if isinstance(fence, CudaFence):
+            if fence.error is not None:
+                raise fence.error
             self._driver.wait(self.handle, fence.event)
         elif not fence.done():
             raise MisuseError(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Final
+from typing import Final, cast
 
 import numpy as np
 
@@ -53,6 +53,8 @@ def _refusals() -> Iterator[tuple[type[Exception], str, Callable[[], object]]]:
             ((), slot),
             ((1, 5), slot),
             ((-2, 1), slot),
+            ((1 << 63, 1), slot),
+            (cast("Sequence[int]", np.array([1, 5])), slot),
         ),
     ):
         copy = Copy(pages, blocks, part)

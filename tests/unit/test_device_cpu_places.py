@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Iterator
+from contextlib import closing
 
 import numpy as np
 import pytest
 
-from kvtier.device.base import Copy, Role
+from kvtier.device import base
+from kvtier.device.base import HOLE, Copy, Device, Role
+from kvtier.device.chaos import ChaosDevice
 from kvtier.device.cpu import CpuDevice
+from kvtier.errors import MisuseError
 
 PLANES, BLOCKS, BYTES = 6, 20, 48
 SECONDS = 10.0
@@ -34,7 +38,7 @@ def device() -> Iterator[CpuDevice]:
     found.close()
 
 
-def copied(device: CpuDevice, copy: Copy, role: Role) -> bool:
+def copied(device: Device, copy: Copy, role: Role) -> bool:
     if role == "store":
         return device.gather(device.stream(role), [copy], ()).wait(SECONDS)
     return device.scatter(device.stream(role), [[copy]], ())[-1].wait(SECONDS)
@@ -83,3 +87,34 @@ def test_no_copy_is_made_of_all_pages(device: CpuDevice, lies: str, part: slice)
     finally:
         tracemalloc.stop()
     assert most < copy.slot.nbytes, "not even of the blocks"
+
+
+def from_the_end(device: Device, role: Role, blocks: list[int]) -> bool:
+    """Copy blocks of ids that there are not; return whether no byte has changed."""
+    pages = np.random.default_rng(0).integers(0, 200, (PLANES, BLOCKS, BYTES), np.uint8)
+    slot = np.full((PLANES, len(blocks), BYTES), 0xAB, np.uint8)
+    before = pages.copy()
+    with pytest.raises(MisuseError, match="do not match"):
+        copied(device, Copy(pages, blocks, slot), role)
+    return bool((slot == 0xAB).all()) and np.array_equal(pages, before)
+
+
+@pytest.mark.parametrize("role", ["store", "load"])
+@pytest.mark.parametrize(
+    "blocks", [[-2], [-3, -2], [4, 5, -2], [HOLE, -2, HOLE], [-BLOCKS]], ids=str
+)
+def test_an_id_below_zero_is_no_block_from_the_end(
+    device: CpuDevice, blocks: list[int], role: Role
+):
+    assert from_the_end(device, role, blocks)
+    with closing(ChaosDevice(0)) as chaos:
+        assert from_the_end(chaos, role, blocks)
+
+
+def test_taken_as_an_array_takes_it_the_id_would_be_one(device: CpuDevice, monkeypatch):
+    """The twin: ids that only HOLE is told from."""
+    monkeypatch.setattr(base, "HOLE", -100)
+    pages = np.random.default_rng(0).integers(0, 200, (PLANES, BLOCKS, BYTES), np.uint8)
+    slot = np.zeros((PLANES, 1, BYTES), np.uint8)
+    assert copied(device, Copy(pages, [-2], slot), "store")
+    assert np.array_equal(slot, pages[:, [-2]])
