@@ -14,7 +14,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # pip compiles on one core; `setup` does it on all, without what torch needs to compile models alone.
-COMPILE := $(BIN)/python -m compileall -q -j 0 -x '/(sympy|networkx)/'
+COMPILE := $(BIN)/python -m compileall -qq -j 0 -x '/(sympy|networkx)/'
 
 # The Python to make .venv with; the first that is new enough unless given.
 PYTHON ?= $(shell for python in python3 python3.14 python3.13 python3.12 python3.11; do \

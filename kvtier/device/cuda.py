@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import chain, product
 from typing import Any, Final
@@ -25,6 +25,7 @@ from kvtier.device.paths import LINK_BYTES, Choice, Table
 from kvtier.device.pinning import Pinned
 from kvtier.device.spread import Spread, spreads
 from kvtier.device.staging import Lot, Stage, Staged
+from kvtier.device.tables import Launch, Tables, planes_of
 from kvtier.device.turns import TABLE_PLANES, TABLE_RUNS, CudaFence, CudaStream
 from kvtier.errors import ConfigError, MisuseError
 
@@ -34,6 +35,8 @@ and to enqueue takes 180 us and not 2: vllm-project/vllm#29013."""
 STAGING_BYTES: Final = 32 << 20
 _FEW_COPIES: Final = 8
 """Over the link, of one staged copy, whose length is not looked at."""
+_SINGLE_COPIES: Final = 4
+"""That are enqueued one by one, where the driver has batched copies: it takes no longer."""
 _LEAST_IN_FLIGHT: Final = 2
 _CHOICES: Final = 256  # that are remembered
 _ROWS: Final = 3  # of what a batched copy takes
@@ -42,34 +45,6 @@ _HANGING: Final[list[CudaDevice]] = []
 """Closed, while something of them was under way, which may go on: it reads and writes what is
 theirs, so that nobody else may be given that."""
 _log = logging.getLogger("kvtier")
-
-
-_Launch = Callable[[range, range, int], None]
-"""Launches the kernel on some runs and planes of a table, on a grid."""
-
-
-class _Tables(contextlib.ExitStack):
-    """Tables of what several groups have other planes of: lent until a call has ended.
-
-    direct, staged: by the whole, what launches the kernel on its table; None: it has none.
-    """
-
-    def __init__(
-        self, room: int, upload: Callable[[Spread], contextlib.AbstractContextManager[_Launch]]
-    ) -> None:
-        super().__init__()
-        self.direct: dict[int, Callable[[range, int], None] | None] = {}
-        self.staged: dict[int, tuple[Stage, _Launch] | None] = {}
-        self._room = room
-        self._upload = upload
-
-    def lend(self, spread: Spread) -> _Launch | None:
-        """Upload a table; None where there is no room for it, or for more of them."""
-        fits = len(spread.planes[0]) <= TABLE_PLANES and len(spread.runs) <= TABLE_RUNS
-        if not fits or not self._room:
-            return None
-        self._room -= 1
-        return self.enter_context(self._upload(spread))
 
 
 class CudaDevice:
@@ -219,7 +194,7 @@ class CudaDevice:
         """
         fences: list[Fence] = []
         try:
-            with self._tables(stream, into_slot=into_slot) as tables:
+            with self._tables(stream, each, into_slot=into_slot) as tables:
                 for planned in each:
                     self._move(stream, role, planned, tables, into_slot=into_slot)
                     fences.append(stream.record())
@@ -232,7 +207,7 @@ class CudaDevice:
         stream: CudaStream,
         role: Role,
         planned: Sequence[Spread],
-        tables: _Tables,
+        tables: Tables,
         *,
         into_slot: bool,
     ) -> None:
@@ -250,13 +225,15 @@ class CudaDevice:
                 self._launch(stream, spread, choice.grid, tables, into_slot=into_slot)
 
     def _batch(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
-        for some in _parts(len(runs), TABLE_RUNS):
+        some_runs = len(runs) > TABLE_RUNS
+        each = map(runs.some, _parts(len(runs), TABLE_RUNS)) if some_runs else [runs]
+        for some in each:
             with stream.turn() as turn:  # whose table is kept: it may be read after the call
-                table = turn.table(runs.some(some).ends(into_slot=into_slot))
+                table = turn.table(some.ends(into_slot=into_slot))
                 self.driver.batch(stream.handle, table.reshape(_ROWS, -1))
 
     def _launch(
-        self, stream: CudaStream, spread: Spread, grid: int, tables: _Tables, *, into_slot: bool
+        self, stream: CudaStream, spread: Spread, grid: int, tables: Tables, *, into_slot: bool
     ) -> None:
         """Copy by the kernel, planes of what other groups have others of by one table for all."""
         whole, known = spread.whole, tables.direct
@@ -267,7 +244,7 @@ class CudaDevice:
         launch = known.get(id(whole))
         if launch is not None:
             with stream.turn():  # it is an operation in flight, as each is
-                launch(_planes(spread), grid)
+                launch(planes_of(spread), grid)
             return
         spread = spread.cut()
         for planes, runs in product(
@@ -277,15 +254,15 @@ class CudaDevice:
             with self._uploaded(stream, part, into_slot=into_slot) as launched:
                 launched(range(len(part.runs)), range(len(part.planes[0])), grid)
 
-    def _tables(self, stream: CudaStream, *, into_slot: bool) -> _Tables:
-        """Return the tables of a call, which leave one turn for each of its operations."""
+    def _tables(
+        self, stream: CudaStream, planned: Sequence[Sequence[Spread]], *, into_slot: bool
+    ) -> Tables:
+        """Return the tables of a call, which leave two turns: an operation takes no more."""
         upload = partial(self._uploaded, stream, into_slot=into_slot)
-        return _Tables(stream.in_flight - 1, upload)
+        return Tables(planned, stream.in_flight - 2, upload)
 
     @contextlib.contextmanager
-    def _uploaded(
-        self, stream: CudaStream, spread: Spread, *, into_slot: bool
-    ) -> Iterator[_Launch]:
+    def _uploaded(self, stream: CudaStream, spread: Spread, *, into_slot: bool) -> Iterator[Launch]:
         """Enqueue a table; give what launches the kernel on some runs and planes, on a grid.
 
         A turn has room for so many runs and planes.
@@ -304,32 +281,38 @@ class CudaDevice:
             yield launch
 
     def _stages(
-        self, stream: CudaStream, spread: Spread, tables: _Tables, *, into_slot: bool
+        self, stream: CudaStream, spread: Spread, tables: Tables, *, into_slot: bool
     ) -> bool:
         """Copy through the GPU's own memory: the kernel there, the copy engine over the link.
 
         All is on one stream, so that one staging buffer is enough: in it nothing meets.
         False, and nothing is enqueued, for many short pieces.
         """
-        staged = Staged(spread)
-        if staged.runs > _FEW_COPIES and spread.total < staged.runs * LINK_BYTES:
+        whole = spread.whole
+        if id(whole) not in tables.staged:
+            tables.staged[id(whole)] = Staged(whole)
+        staged = tables.staged[id(whole)]
+        pieces = staged.pieces(len(spread.planes[0]))
+        if pieces > _FEW_COPIES and spread.total < pieces * LINK_BYTES:
             return False
-        whole, known = spread.whole, tables.staged
-        if whole is not spread and id(whole) not in known:
-            known[id(whole)] = self._at_once(stream, whole, tables)
-        shared = known.get(id(whole))
+        if whole is not spread and id(whole) not in tables.grouped:
+            tables.grouped[id(whole)] = self._grouped(stream, staged, tables.groups(whole), tables)
+        shared = tables.grouped.get(id(whole))
         if shared is not None:
-            stage, launch = shared
-            with stream.turn():
-                self._lots(stream, stage, stage.lots, _planes(spread), launch, into_slot=into_slot)
+            (stage, launch), planes = shared, planes_of(spread)
+            mine = [lot.on(planes, stage.step) for lot in stage.lots]
+            with stream.turn():  # it is an operation in flight, as each is
+                self._lots(stream, mine, stage.step, planes, launch, into_slot=into_slot)
             return True
+        if whole is not spread:
+            staged = Staged(spread)
         for stage in staged.stages(*self._place(stream), TABLE_PLANES, TABLE_RUNS):
             first, planes = 0, range(len(stage.inner.planes[0]))
             for lots in _few(stage.lots, TABLE_RUNS):
                 runs = stage.inner.runs.some(slice(first, lots[-1].stop))
                 inner = Spread(stage.inner.planes, runs)
                 with self._uploaded(stream, inner, into_slot=into_slot) as launch:
-                    self._lots(stream, stage, lots, planes, launch, first, into_slot=into_slot)
+                    self._lots(stream, lots, stage.step, planes, launch, first, into_slot=into_slot)
                 first = lots[-1].stop
         return True
 
@@ -337,43 +320,47 @@ class CudaDevice:
         """Return where copies of a stream are staged, and how many bytes of them."""
         return self._staging[stream].address, self._staging_bytes
 
-    def _at_once(
-        self, stream: CudaStream, whole: Spread, tables: _Tables
-    ) -> tuple[Stage, _Launch] | None:
-        """Return how all of some copies are staged at once; None where they are too many."""
-        if whole.total > self._staging_bytes:
-            return None
-        stages = list(Staged(whole).stages(*self._place(stream), TABLE_PLANES, TABLE_RUNS))
-        lent = tables.lend(stages[0].inner) if sum(len(one.lots) for one in stages) == 1 else None
-        return lent and (stages[0], lent)
+    def _grouped(
+        self, stream: CudaStream, staged: Staged, groups: Sequence[range], tables: Tables
+    ) -> tuple[Stage, Launch] | None:
+        """Return how groups of planes are staged by one table; None where that cannot be."""
+        stage = staged.grouped(groups, *self._place(stream), TABLE_RUNS)
+        lent = stage and tables.lend(stage.inner)
+        return stage and lent and (stage, lent)
 
     def _lots(
         self,
         stream: CudaStream,
-        stage: Stage,
         lots: Sequence[Lot],
+        step: int,
         planes: range,
-        launch: _Launch,
+        launch: Launch,
         first: int = 0,
         *,
         into_slot: bool,
     ) -> None:
-        """Copy lots on some planes. launch: by their table, whose first run is number `first`."""
+        """Copy lots on some planes, that lie `step` bytes apart in slots.
+
+        launch: by their table, whose first run is number `first`.
+        """
         at = 0
         for lot in lots:
             runs, at = range(at, lot.stop - first), lot.stop - first
             if into_slot:
                 launch(runs, planes, self.driver.processors)
-            for there, slot, nbytes, over in stage.link(lot, planes.start, len(planes)):
-                to, of = (slot, there) if into_slot else (there, slot)
-                self.driver.copy(stream.handle, to, of, nbytes, over, stage.step)
+            self._link(stream, lot.whole, into_slot=into_slot)
+            for ends in () if lot.parts is None else lot.parts.each(into_slot=into_slot):
+                self.driver.copy(stream.handle, *ends, len(planes), step)
             if not into_slot:
                 launch(runs, planes, self.driver.processors)
 
-
-def _planes(spread: Spread) -> range:
-    """Return which planes of the whole it has."""
-    return range(spread.at, spread.at + len(spread.planes[0]))
+    def _link(self, stream: CudaStream, runs: Runs, *, into_slot: bool) -> None:
+        """Copy over the link, by few calls: each is the caller's time."""
+        if self.driver.batches and len(runs) > _SINGLE_COPIES:
+            self._batch(stream, runs, into_slot=into_slot)
+            return
+        for ends in runs.each(into_slot=into_slot):
+            self.driver.copy(stream.handle, *ends)
 
 
 def _parts(count: int, most: int) -> list[slice]:

@@ -6,7 +6,7 @@ batched copies of the driver know addresses and sizes, and nothing of blocks or 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
@@ -64,6 +64,10 @@ class Runs:
         ends = (self.slots, self.pages) if into_slot else (self.pages, self.slots)
         return (*ends, self.nbytes)
 
+    def each(self, *, into_slot: bool) -> Iterator[tuple[int, int, int]]:
+        """Yield of each run where to, where from, and how many bytes."""
+        return zip(*(row.tolist() for row in self.ends(into_slot=into_slot)), strict=True)
+
     def table(self, *, into_slot: bool) -> Numbers:
         """Return what a batched copy takes: that, as uint64 [3, runs]."""
         return np.stack(self.ends(into_slot=into_slot))
@@ -84,12 +88,10 @@ def begun(runs: Runs, at: NDArray[np.int64]) -> Runs:
 def starts(runs: Runs) -> NDArray[np.int64]:
     """Return which runs do not go on, at both ends, where the one before ends."""
     pages, slots, nbytes = runs.pages, runs.slots, runs.nbytes
-    # Of pages few go on, if any: of the slots no more is looked at.
-    last = np.flatnonzero(pages[:-1] + nbytes[:-1] == pages[1:])
-    last = last[slots[last] + nbytes[last] == slots[last + 1]]
     begins = np.ones(len(runs), np.bool_)
-    begins[last + 1] = False
-    return np.flatnonzero(begins)
+    np.not_equal(pages[:-1] + nbytes[:-1], pages[1:], out=begins[1:])
+    begins[1:] |= slots[:-1] + nbytes[:-1] != slots[1:]
+    return begins.nonzero()[0]
 
 
 def cut(runs: Runs, most: int = CUT_BYTES) -> Runs:

@@ -187,9 +187,14 @@ def spreads(groups: Sequence[Sequence[Copy]]) -> list[list[Spread]]:
     each: list[dict[_Key, list[Copy]]] = []
     for copies in groups:
         alike: dict[_Shape, list[Copy]] = {}
+        before, some = None, []
         for copy in copies:
-            alike.setdefault(_shape(copy), []).append(copy)
-            pages[id(copy.pages)] = copy.pages
+            mine, blocks, slot = copy
+            like = (id(mine), len(blocks), slot.shape, slot.strides)
+            if like != before:  # as they are from one chunk to the next
+                before, some = like, alike.setdefault(_shape(copy), [])
+                pages[id(mine)] = mine
+            some.append(copy)
         keys = {
             (shape, tuple(id(one.blocks) for one in some)): some for shape, some in alike.items()
         }

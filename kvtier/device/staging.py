@@ -6,31 +6,38 @@ ends, and so has the link: what lies together on a plane goes over it for all pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Final, NamedTuple
 
 import numpy as np
 
-from kvtier.device.descriptors import CUT_BYTES, Runs
+from kvtier.device.descriptors import CUT_BYTES, Numbers, Runs, begun, starts
 from kvtier.device.spread import Spread
 
 _ALIGNED: Final = 16  # bytes, that copies begin at: no access of the kernel is smaller for it
-
-Piece = tuple[int, int, int, int]
-"""Bytes that go over the link at once: where they lie in the place between and where in slots, both
-on the first plane; how many on a plane, and on how many planes."""
 
 
 class Lot(NamedTuple):
     """Copies that are in the place between together. stop: the run behind their last.
 
-    pieces: what lies together on the first plane: how many bytes, where in the place between, and
-    where in slots.
+    What of them goes over the link: its `pages` are in the place between. whole: what is in one
+    piece on all planes, neighbours joined. parts: what is not, on the first plane, if any.
     """
 
     stop: int
-    pieces: list[tuple[int, int, int]]
+    whole: Runs
+    parts: Runs | None
+
+    def on(self, planes: range, step: int) -> Lot:
+        """Return it on planes, `step` bytes apart in slots; it is itself of the first one alone."""
+        above = np.uint64(planes.start * step)
+        whole, parts = self.whole, self.parts
+        whole = Runs(whole.pages, whole.slots + above, whole.nbytes * np.uint64(len(planes)))
+        if parts is not None:
+            parts = Runs(parts.pages, parts.slots + above, parts.nbytes)
+        return Lot(self.stop, whole, parts)
 
 
 class Stage(NamedTuple):
@@ -44,33 +51,27 @@ class Stage(NamedTuple):
     lots: list[Lot]
     step: int
 
-    def link(self, lot: Lot, first: int, planes: int) -> list[Piece]:
-        """Return what of a lot goes over the link, on so many planes from one of them on."""
-        found: list[Piece] = []
-        above = first * self.step
-        for nbytes, there, slot in lot.pieces:
-            size, over = nbytes, planes
-            if nbytes == self.step:
-                size, over = nbytes * planes, 1
-            _append(found, (there + above, slot + above, size, over))
-        return found
-
 
 class Staged:
-    """What of a copy's slots lies together, to be copied over the link.
-
-    runs: how many it is on all planes, before those are joined that follow each other.
-    """
+    """What of a copy's slots lies together, to be copied over the link."""
 
     def __init__(self, spread: Spread) -> None:
         planes = spread.planes[1]
         self._spread = spread
-        self._extents = spread.whole.extents
-        self._slots, self._nbytes, self._first = spread.whole.pieces
+        self._begins, ends = spread.whole.extents
+        self._sizes = [end - begin for begin, end in zip(self._begins, ends, strict=True)]
+        self._widest = max(self._sizes)  # of a copy, on a plane
+        self._slots, self._nbytes, first = spread.whole.pieces
+        self._counts, self._first = first[1:] - first[:-1], first.tolist()
         self._step = int(planes[1] - planes[0]) if len(planes) > 1 else 0
-        # So long, it is all of a copy: its planes lie together, and are one run.
-        whole = int((self._nbytes == self._step).sum())
-        self.runs = len(planes) * (len(self._slots) - whole) + whole
+        # So long, it is all of a copy: its planes lie together, and are one piece.
+        whole = self._nbytes == np.uint64(self._step)
+        self._whole = whole if self._step else ~whole
+        self._parts = len(whole) - int(np.count_nonzero(self._whole))
+
+    def pieces(self, planes: int) -> int:
+        """Return how many pieces it is on so many planes, before those are joined that follow."""
+        return len(self._slots) + (planes - 1) * self._parts
 
     def stages(self, staging: int, most: int, planes: int, runs: int) -> Iterator[Stage]:
         """Yield what goes through `most` bytes at an address, of at most so many planes.
@@ -80,52 +81,107 @@ class Staged:
         """
         most -= most % _ALIGNED
         spread = self._spread.cut(min(CUT_BYTES, most))
-        widest = max(end - begin for begin, end in zip(*self._extents, strict=True))
-        longest = max(stop - begin for begin, stop in pairwise(spread.first.tolist()))
-        if widest > most or longest > runs:
+        widest = self._widest
+        if widest > most or _longest(spread) > runs:
             for half in _halves(spread):
                 yield from Staged(half).stages(staging, most, planes, runs)
             return
-        at_once = min((most - widest) // (self._step or 1) + 1, planes)
-        for at in range(0, len(spread.planes[1]), at_once):
-            some = spread.planes[:, at : at + at_once]
-            yield self._stage(Spread(some, spread.runs, spread.first), staging, most, runs)
+        fits = min((most - widest) // (self._step or 1) + 1, planes)
+        each = len(spread.planes[1])
+        at_once = -(-each // -(-each // fits))  # as many each time: else the last may be short
+        for at in range(0, each, at_once):
+            some = Spread(spread.planes[:, at : at + at_once], spread.runs, spread.first)
+            yield self._stage(some, len(some.planes[1]), staging, most, runs)
 
-    def _stage(self, spread: Spread, staging: int, most: int, runs: int) -> Stage:
-        """Return how copies on some of the planes go, each of which fits."""
-        planes, first = spread.planes[1], spread.first.tolist()
-        low, above = int(planes[0]), int(planes[-1] - planes[0])
-        slots, sizes, pieces = (one.tolist() for one in (self._slots, self._nbytes, self._first))
-        lots: list[Lot] = []
-        found: list[tuple[int, int, int]] = []
-        shifts, used, begun = [], 0, 0
+    def grouped(self, groups: Sequence[range], staging: int, most: int, runs: int) -> Stage | None:
+        """Return how groups of its planes go through `most` bytes at an address, one at a time.
+
+        All by the same table of at most so many runs. Lots are of the first plane: see ``on``.
+        None where a group does not fit, or where a plane is in two of them, with two places.
+        """
+        spread = self._spread.cut()
+        placed = _places(tuple(groups), len(spread.planes[0]), self._step)
+        widest = max(map(len, groups))
+        above = (widest - 1) * self._step
+        if placed is None or self._widest + above > most or _longest(spread) > runs:
+            return None
+        planes = spread.planes.copy()
+        np.add(planes[1, 0], placed, out=planes[1])
+        some = Spread(planes, spread.runs, spread.first)
+        return self._stage(some, widest, staging, most, runs, grouped=True)
+
+    def _stage(
+        self,
+        spread: Spread,
+        planes: int,
+        staging: int,
+        most: int,
+        runs: int,
+        *,
+        grouped: bool = False,
+    ) -> Stage:
+        """Return how copies on some of the planes go, each of which fits.
+
+        planes: how many are in the place at a time.
+        """
+        first, low = spread.first.tolist(), int(spread.planes[1, 0])
+        above = (planes - 1) * self._step
+        stops, shifts, used, begun = [0], [], 0, 0
         # By Python: of a few dozen numbers, numpy would take three times as long.
-        for copy, (begin, end) in enumerate(zip(*self._extents, strict=True)):
-            nbytes = end - begin + above
+        for copy, (begin, size) in enumerate(zip(self._begins, self._sizes, strict=True)):
+            nbytes = size + above
             if used + nbytes > most or first[copy + 1] - begun > runs:
-                lots.append(Lot(first[copy], found))
-                found, used, begun = [], 0, first[copy]
-            shift = staging + used - begin - low
-            shifts.append(shift)
-            for piece in range(pieces[copy], pieces[copy + 1]):
-                slot = slots[piece] + low
-                found.append((sizes[piece], slot + shift, slot))
+                stops.append(copy)
+                used, begun = 0, first[copy]
+            shifts.append(staging + used - begin - low)
             used += nbytes + -nbytes % _ALIGNED
-        lots.append(Lot(first[-1], found))
-        moved = np.array(shifts, np.int64).view(np.uint64).repeat(spread.counts)
-        inner = Runs(spread.runs.pages, spread.runs.slots + moved, spread.runs.nbytes)
+        stops.append(len(shifts))
+        moved = np.array(shifts, np.int64).view(np.uint64)
+        places = spread.runs.slots + moved.repeat(spread.counts)
+        inner = Runs(spread.runs.pages, places, spread.runs.nbytes)
+        slots = self._slots + spread.planes[1, 0]
+        link = Runs(slots + moved.repeat(self._counts), slots, self._nbytes)
+        each = self._linked(link, [self._first[at] for at in stops], 1 if grouped else planes)
+        lots = [Lot(first[at], *some) for at, some in zip(stops[1:], each, strict=True)]
         return Stage(Spread(spread.planes, inner, spread.first), lots, self._step)
 
+    def _linked(
+        self, link: Runs, bounds: Sequence[int], planes: int
+    ) -> Iterator[tuple[Runs, Runs | None]]:
+        """Yield what goes over the link between two bounds: whole on so many planes, and parts."""
+        whole, others, rest = (
+            Runs(link.pages, link.slots, link.nbytes * np.uint64(planes)),
+            None,
+            bounds,
+        )
+        if self._parts:
+            mine, theirs = self._whole.nonzero()[0], (~self._whole).nonzero()[0]
+            whole, others = whole.some(self._whole), link.some(~self._whole)
+            bounds, rest = mine.searchsorted(bounds), theirs.searchsorted(bounds)
+        at = starts(whole)
+        whole = begun(whole, at)
+        for some, more in zip(pairwise(at.searchsorted(bounds)), pairwise(rest), strict=True):
+            yield whole.some(slice(*some)), None if others is None else others.some(slice(*more))
 
-def _append(link: list[Piece], piece: Piece) -> None:
-    """Add a piece, or let the last go on with it."""
-    there, slot, nbytes, planes = piece
-    if planes == 1 and link:
-        begin, before, size, _ = link[-1]  # of one plane if it goes on: others are there behind it
-        if begin + size == there and before + size == slot:
-            link[-1] = (begin, before, size + nbytes, 1)
-            return
-    link.append(piece)
+
+@lru_cache
+def _places(groups: tuple[range, ...], planes: int, step: int) -> Numbers | None:
+    """Return how far planes are beyond the first of their group; None where one is in two."""
+    places = [-1] * planes
+    for group in groups:
+        mine = slice(group.start, group.stop)
+        if max(places[mine]) >= 0:
+            return None
+        places[mine] = range(len(group))
+    found = np.array([max(at, 0) * step for at in places], np.uint64)
+    found.flags.writeable = False  # it is everyone's
+    return found
+
+
+def _longest(spread: Spread) -> int:
+    """Return how many runs the copy with the most has on a plane."""
+    bounds: list[int] = spread.first.tolist()
+    return max(stop - begin for begin, stop in pairwise(bounds))
 
 
 def _halves(spread: Spread) -> Iterator[Spread]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Any, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,8 +62,10 @@ class CudaStream:
         # All at once, and here: to allocate between copies may wait for all that a GPU does.
         host = driver.host(in_flight * _TABLE_BYTES).reshape(in_flight, _TABLE_BYTES)
         there = driver.memory(host.nbytes, handle)
-        self._turns = [Turn(one, there, at * _TABLE_BYTES) for at, one in enumerate(host)]
         self._used: list[Turn] = []  # since the last event
+        self._turns = [
+            Turn(one, there, at * _TABLE_BYTES, self._used) for at, one in enumerate(host)
+        ]
         self._count = 0
         # Memory that the system has just given costs more to touch than all that is planned in it.
         self._scratch = np.zeros(_SCRATCH_BYTES // 8, np.uint64)
@@ -92,37 +93,49 @@ class CudaStream:
                 f"a GPU cannot wait for {fence!r}, which is not done: wait for it on the host first"
             )
 
-    @contextlib.contextmanager
-    def turn(self) -> Iterator[Turn]:
+    def turn(self) -> Turn:
         """Lend what one operation needs until it has ended; wait for the oldest where all are lent.
 
         What is lent is the operation's alone until its event: nothing that it reads later on is
-        changed, or given back, before. That event is the next that is recorded, whatever for.
+        changed, or given back, before. That event is the next that is recorded, whatever for, once
+        the caller is through with it: the turn is a context manager, to be entered at once.
+        Raises MisuseError where its caller has all of them, and would wait for itself.
         """
-        while (turn := self._turns[self._count % len(self._turns)]).lent:
+        for _ in self._turns:
+            turn = self._turns[self._count % len(self._turns)]
             self._count += 1
-        self._count += 1
+            if not turn.lent:
+                break
+        else:
+            raise MisuseError(f"all {len(self._turns)} operations in flight are of one call")
         if turn in self._used:
             self.record()
         while turn.event is not None and not _ended(turn.event):
             _PAUSE.wait(_LOOK_SECONDS)
         turn.lent = True
-        try:
-            yield turn
-        finally:
-            turn.lent = False
-            self._used.append(turn)
+        return turn
 
 
 class Turn:
-    """What one operation in flight owns: a table, on both sides. there: from `at` on."""
+    """What one operation in flight owns: a table, on both sides.
 
-    def __init__(self, host: NDArray[np.uint8], there: Buffer, at: int) -> None:
+    there: from `at` on. used: of its stream, those that no event has been recorded for since.
+    """
+
+    def __init__(self, host: NDArray[np.uint8], there: Buffer, at: int, used: list[Turn]) -> None:
         self.event: Event | None = None
         self.lent = False
+        self._used = used
         self._host = host.view(np.uint64)
         self._there = there
         self._at = at
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.lent = False
+        self._used.append(self)
 
     def table(self, rows: Sequence[Numbers]) -> Numbers:
         """Return a table of rows, one after another, on the host."""

@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Final, cast
+from typing import cast
 
 import numpy as np
 
 from kvtier.device.base import HOLE, Copy, PlaneGroups
-from kvtier.device.descriptors import CUT_BYTES, Runs, cut, joined
+from kvtier.device.descriptors import Runs, cut, joined
 from kvtier.device.layout import byte_pages
 from kvtier.device.spread import Spread, describe, spreads
 from kvtier.device.stack import Bytes, Planes, Stack, stacked
-from kvtier.device.staging import Piece, Stage, Staged
+from kvtier.device.staging import Staged
 from kvtier.errors import ConfigError, MisuseError
-
-_MANY: Final = (1000, 1000)
+from kvtier.testing.staging_facts import MANY, lines, links, staging_holds
 
 
 def facts_hold() -> bool:
@@ -25,7 +24,7 @@ def facts_hold() -> bool:
     return (
         _plain_facts()
         and _counts()
-        and _staged_facts()
+        and staging_holds()
         and _cut_groups()
         and _together()
         and _stacks()
@@ -109,7 +108,7 @@ def _plain_facts() -> bool:
         and whole.on(0, 2) is whole
         and (last.whole, last.at, last.total) == (whole, 1, whole.total // 2)
         and spreads([[Copy(pages[:0], (1,), slot[:0, :1])]]) == [[]]
-        and _rows(describe([Copy(pages[:1], (0, 2), flat)]))
+        and lines(describe([Copy(pages[:1], (0, 2), flat)]))
         == [[at, to, 32], [at + 64, to + 32, 32]]
         and joined(apart) is apart  # what does not have to be touched costs nothing
         and cut(apart, 32) is apart
@@ -139,69 +138,8 @@ def _joined_apart(spread: Spread) -> list[list[int]]:
     found: list[list[int]] = []
     for first, stop in zip(spread.first[:-1], spread.first[1:], strict=True):
         one = Spread(spread.planes, spread.runs.some(slice(first, stop)))
-        found += _rows(joined(one.expanded()))
+        found += lines(joined(one.expanded()))
     return found
-
-
-def _staged_facts() -> bool:
-    """Say whether some small lots are as they are by hand."""
-    pages, arena = np.zeros((4, 20, 16), np.uint8), np.zeros((6, 4, 3, 16), np.uint8)
-    ids = [(at, at + 1, at + 3) for at in range(4)]
-    ids.insert(2, (HOLE,) * 3)
-    copies = [Copy(pages, some, slot) for some, slot in zip(ids, arena, strict=False)]
-    at, (spread,) = arena.ctypes.data, spreads([copies])[0]
-    slots = [at + 192 * one for one in (0, 1, 3, 4)]  # each of 192 bytes
-    (found,) = Staged(spread).stages(1024, 3 * 192 + 191, *_MANY)
-    thin = list(Staged(spread).stages(1024, 2 * 48 + 15, *_MANY))
-    few = (Copy(pages, (1, 3), arena[5, :, :2]), Copy(pages, (5,), arena[5, :, 2:]))
-    (several,) = spreads([few])[0]
-    (parts,) = Staged(several).stages(1024, 176 + 160, *_MANY)
-    behind = [Copy(pages, (1, 3, 5), arena[4]), Copy(pages, (7,), arena[5, :, :1])]
-    (beside,) = Staged(spreads([behind])[0][0]).stages(1024, 1 << 20, *_MANY)
-    odd = np.zeros((2, 1, 1, 24), np.uint8)
-    (uneven,) = spreads([[Copy(np.zeros((1, 2, 24), np.uint8), (1,), slot) for slot in odd]])[0]
-    (split,) = Staged(uneven).stages(1024, 64, *_MANY)
-    limits = ((9, 4), (9, 2), (9, 1), (3, 9))
-    fours, twos, ones, thirds = (list(Staged(spread).stages(1024, 1 << 20, *n)) for n in limits)
-    long = np.zeros((1, 1, CUT_BYTES + 16), np.uint8)
-    (uncut,) = spreads([[Copy(long, (0,), long.copy())]])[0]
-    (stage,) = Staged(uncut).stages(1024, 1 << 20, *_MANY)
-    together = np.zeros((9, 4, 16), np.uint8).swapaxes(0, 1)
-    single = [Copy(together, (one,), np.zeros((4, 1, 16), np.uint8)) for one in (1, 5)]
-    return (
-        spread.reach() == (at, at + 5 * 192)
-        and spread.total == 4 * 192
-        and (Staged(spread).runs, Staged(several).runs, Staged(uneven).runs) == (4, 8, 2)
-        and _links(found)
-        == [
-            (6, [(1024, slots[0], 2 * 192, 1), (1408, slots[2], 192, 1)]),
-            (8, [(1024, slots[3], 192, 1)]),
-        ]
-        and [_links(stage) for stage in thin]
-        == [
-            [(2 * n, [(1024, slot + half, 96, 1)]) for n, slot in enumerate(slots, 1)]
-            for half in (0, 96)
-        ]
-        and _links(parts) == [(3, [(1024, at + 960, 32, 4), (1200, at + 992, 16, 4)])]
-        and (parts.step, found.step, split.step) == (48, 48, 0)
-        and parts.link(parts.lots[0], 1, 2) == [(1072, at + 1008, 32, 2), (1248, at + 1040, 16, 2)]
-        and found.link(found.lots[1], 3, 1) == [(1168, slots[3] + 144, 48, 1)]
-        and _links(split)
-        == [(2, [(1024 + 32 * n, odd.ctypes.data + 24 * n, 24, 1) for n in (0, 1)])]
-        and _links(beside) == [(4, [(1024, at + 768, 192, 1), (1216, at + 960, 16, 4)])]
-        and [stop for (stage,) in (fours,) for stop, _ in stage.lots] == [4, 8]
-        and [stop for (stage,) in (twos,) for stop, _ in stage.lots] == [2, 4, 6, 8]
-        and {stop for stage in ones for stop, _ in stage.lots} == {1}
-        and [len(stage.inner.planes[0]) for stage in thirds] == [3, 1]
-        and stage.inner.runs.nbytes.tolist() == [CUT_BYTES, 16]
-        and spreads([single])[0][0].count == 2
-    )
-
-
-def _links(stage: Stage) -> list[tuple[int, list[Piece]]]:
-    """Return of each lot the run behind its last, and what goes over the link on all planes."""
-    planes = len(stage.inner.planes[0])
-    return [(lot.stop, stage.link(lot, 0, planes)) for lot in stage.lots]
 
 
 def _cut_groups() -> bool:
@@ -213,31 +151,29 @@ def _cut_groups() -> bool:
     groups = PlaneGroups(copies, cuts, 3)
     cut, plain = spreads(groups), spreads(list(groups))
     third = cut[2][0]
-    (stage,) = Staged(third).stages(1024, 3 * 32 * 2, *_MANY)
+    (stage,) = Staged(third).stages(1024, 3 * 32 * 2, *MANY)
     together, single = np.zeros((9, 4, 16), np.uint8).swapaxes(0, 1), np.zeros((4, 1, 16), np.uint8)
     (alone,) = spreads(PlaneGroups([Copy(together, (1,), single)], [((1, 3),)], 1))[0]
     each, same = (
-        [sorted(run for one in some for run in _rows(one.expanded())) for some in planned]
+        [sorted(run for one in some for run in lines(one.expanded())) for some in planned]
         for planned in (cut, plain)
     )
     return (
         [len(some) for some in cut] == [1, 2, 2]
         and each == same
         and third.reach() == (arena[0, 3].ctypes.data, arena[2].ctypes.data)
-        and _links(stage)
+        and links(stage)
         == [
             (
                 4,
-                [
-                    (1024, arena[0, 3:].ctypes.data, 96, 1),
-                    (1120, arena[1, 3:].ctypes.data, 96, 1),
-                ],
+                [(1024, arena[0, 3:].ctypes.data, 96), (1120, arena[1, 3:].ctypes.data, 96)],
+                None,
             )
         ]
         and _refused(IndexError, "3", lambda: groups[3])
         and [len(some) for some in groups[1:]] == [3, 3]
         and len(groups[-3]) == 2
-        and (alone.count, Staged(third).runs) == (1, 2)
+        and (alone.count, Staged(third).pieces(3)) == (1, 2)
     )
 
 
@@ -299,7 +235,7 @@ def _begins(pages: Planes) -> list[int]:
 
 def _pieces(planned: list[Spread]) -> list[tuple[int, int]]:
     """Return where each 16 bytes of runs lie at both ends, in order."""
-    rows = chain.from_iterable(_rows(one.expanded()) for one in planned)
+    rows = chain.from_iterable(lines(one.expanded()) for one in planned)
     return sorted((at + n, to + n) for at, to, size in rows for n in range(0, size, 16))
 
 
@@ -307,12 +243,6 @@ def _bytes(copies: list[Copy]) -> list[tuple[int, int]]:
     """Return that of copies of one plane, found block by block."""
     rows = _one_by_one(copies)
     return sorted((at + n, to + n) for at, to, size in rows for n in range(0, size, 16))
-
-
-def _rows(runs: Runs) -> list[list[int]]:
-    """Return runs one by one: where in the blocks, where in the slots, and how many bytes."""
-    rows = (row.tolist() for row in runs.ends(into_slot=False))
-    return [list(run) for run in zip(*rows, strict=True)]
 
 
 def _together() -> bool:
@@ -338,7 +268,7 @@ def _together() -> bool:
     groups = [copies[:7], [], copies[7:9], copies[9:]]  # in which nothing is joined across borders
     return all(
         [
-            _rows(joined(Runs.together([spread.expanded() for spread in planned])))
+            lines(joined(Runs.together([spread.expanded() for spread in planned])))
             for planned in spreads(some)
         ]
         == [_one_by_one(_alike_together(group)) for group in some]

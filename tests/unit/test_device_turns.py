@@ -10,19 +10,21 @@ from functools import partial
 import numpy as np
 import pytest
 
+from kvtier.device import cuda
 from kvtier.device import turns as module
 from kvtier.device.base import Copy, PlaneGroups
 from kvtier.device.chaos import ChaosDevice
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.paths import DEFAULT, Choice, Way
 from kvtier.device.turns import CudaStream, Turn
+from kvtier.errors import MisuseError
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.forks import forked
 
 PLANES, BYTES = 6, 48
 SECONDS = 10.0
 SEEDS = range(10)
-Work = Callable[[CudaDevice, np.ndarray, np.ndarray], None]
+Work = Callable[[CudaDevice, np.ndarray, np.ndarray], object]
 """Enqueues copies between pages, [planes, 20 blocks, bytes], and slots, two blocks each."""
 
 
@@ -32,11 +34,14 @@ def pages(seed: int = 0) -> np.ndarray:
 
 
 def crowd(seed: int, work: Work, count: int, way: Way) -> bool:
-    """Enqueue more than may be in flight, on adverse streams; say whether all bytes are right."""
+    """Enqueue more than may be in flight, on adverse streams; say whether all bytes are right.
+
+    Three may: a table that is lent to groups, their copies over the link, and the kernel's turn.
+    """
     chaos, kv = ChaosDevice(seed, "lazy"), pages(seed)
     slots = np.random.default_rng(seed + 1).integers(0, 200, (count, PLANES, 2, BYTES), np.uint8)
     driver = CpuDriver(chaos._stream, chaos.compute)
-    device = CudaDevice(driver, DEFAULT, Choice(way), in_flight=2)
+    device = CudaDevice(driver, DEFAULT, Choice(way), in_flight=3)
     with closing(chaos), closing(device):
         device.pin(slots)
         try:
@@ -66,11 +71,12 @@ def in_one_call(device, kv, slots):
 def by_groups(device, kv, slots):
     """Two kinds of copies in groups of planes; there is room for the table of one of them."""
     cuts = ((0, 2), (2, 3), (3, 6))
-    wide = [Copy(kv, ids(at), slot) for at, slot in enumerate(slots[:4])]
-    narrow = [Copy(kv[:4], ids(4), slots[4, :4]), Copy(kv[4:], ids(4), slots[4, 4:])]
-    parts = (((0, 2), (2, 3), (3, 4)), ((0, 0), (0, 0), (0, 2)))
-    groups = PlaneGroups([*wide, *narrow], [*[cuts] * 4, *parts], 3)
-    device.scatter(device.stream("load"), groups, ())
+    *some, last = slots
+    wide, blocks = [Copy(kv, ids(at), slot) for at, slot in enumerate(some)], ids(len(some))
+    narrow = [Copy(kv[:4], blocks, last[:4]), Copy(kv[4:], blocks, last[4:])]
+    parts = (((0, 2), (2, 3), (3, 4)), ((0, 1), (1, 1), (1, 2)))
+    groups = PlaneGroups([*wide, *narrow], [*[cuts] * len(wide), *parts], 3)
+    return device.scatter(device.stream("load"), groups, ())
 
 
 def spoiled(work: Work, count: int, way: Way = "direct") -> bool:
@@ -89,6 +95,7 @@ WORK = {
     "in one call": (in_one_call, 6, "direct"),
     "groups": (by_groups, 5, "direct"),
     "groups, staged": (by_groups, 5, "staged"),
+    "groups, staged, over the link as a batch": (by_groups, 7, "staged"),
 }
 each = pytest.mark.parametrize(("work", "count", "way"), WORK.values(), ids=WORK)
 
@@ -114,11 +121,41 @@ def test_one_that_does_not_know_what_has_no_event_yet_spoils_copies(monkeypatch)
     assert spoiled(in_one_call, 6)
 
 
-@pytest.mark.parametrize("way", ["direct", "staged"])
-def test_lent_twice_a_table_that_groups_share_spoils_copies(way, monkeypatch):
+@pytest.mark.parametrize(("way", "count"), [("direct", 5), ("staged", 5), ("staged", 7)])
+def test_lent_twice_a_table_that_groups_share_spoils_copies(way, count, monkeypatch):
     """The twin: what comes between two groups of planes takes the table of both."""
     monkeypatch.setattr(Turn, "lent", property(lambda _: False, lambda *_: None), raising=False)
-    assert spoiled(by_groups, 5, way)
+    assert spoiled(by_groups, count, way)
+
+
+def in_groups(in_flight: int) -> list[str]:
+    """Load staged groups with so few operations in flight; return what the driver was asked.
+
+    Raises what their last fence raises.
+    """
+    kv, driver, slots = pages(), CpuDriver(), np.zeros((7, PLANES, 2, BYTES), np.uint8)
+    with closing(CudaDevice(driver, DEFAULT, Choice("staged"), in_flight=in_flight)) as device:
+        device.pin(slots)
+        assert by_groups(device, kv, slots)[-1].wait(SECONDS)
+    return driver.calls
+
+
+def test_tables_that_are_lent_leave_what_an_operation_needs():
+    """So the call does not wait for itself; with more in flight, tables are shared."""
+    uploads = [in_groups(in_flight).count("copy") for in_flight in (2, 3, 4)]
+    assert uploads[0] > uploads[1] > uploads[2]
+
+
+def test_a_call_that_lends_all_to_itself_is_told_and_does_not_hang(monkeypatch):
+    """The twin."""
+
+    def lavish(planned, room, upload):
+        return tables(planned, room + 1, upload)
+
+    tables = cuda.Tables
+    monkeypatch.setattr(cuda, "Tables", lavish)
+    with pytest.raises(MisuseError, match="all 2 operations in flight are of one call"):
+        in_groups(2)
 
 
 def event_after_drain(monkeypatch) -> object:
@@ -176,24 +213,32 @@ def test_groups_of_planes_share_a_table_that_is_uploaded_once():
     assert all(np.array_equal(kv[:, ids(at)], slot) for at, slot in enumerate(slots))
 
 
+WIDEST = 3 * 2 * BYTES  # of a slot, the most that a group has
+# A table and five slots: of one plane, two of which have room at a time; and of two planes.
+ALONE = ["copy", *2 * ["copy", "copy", "launch"], "copy", "launch"]
+PAIR = ["copy", *5 * ["copy", "launch"]]
+
+
 @pytest.mark.parametrize(
     ("missing", "calls"),
     [
-        (0, ["copy", *3 * ["copy", "copy", "launch 4"]]),  # a table, and then slot by slot
-        (1, 3 * ["copy", "copy", "copy", "launch 4"]),
+        (0, ["copy", *3 * ["batch", "launch"]]),  # a table, and then all slots of a group
+        (1, ["copy", *3 * [*4 * ["copy"], "launch", "copy", "launch"]]),  # in two lots
+        (4 * WIDEST, ["copy", *15 * ["copy", "launch"]]),
+        (4 * WIDEST + 1, [*ALONE, *PAIR, *ALONE, *PAIR]),  # each group, or part of it, by its own
     ],
 )
-def test_groups_of_planes_are_staged_by_one_table_where_all_has_room(missing, calls):
+def test_groups_of_planes_are_staged_by_one_table_where_each_has_room(missing, calls):
     kv, driver = pages(), CpuDriver()
-    slots = np.random.default_rng(1).integers(0, 200, (2, PLANES, 2, BYTES), np.uint8)
-    way, room = Choice("staged", 2), slots.nbytes - missing
+    slots = np.random.default_rng(1).integers(0, 200, (5, PLANES, 2, BYTES), np.uint8)
+    way, room = Choice("staged", 2), 5 * WIDEST - missing
     with closing(CudaDevice(driver, DEFAULT, way, staging_bytes=room)) as device:
         device.pin(slots)
         copies = [Copy(kv, ids(at), slot) for at, slot in enumerate(slots)]
-        groups = PlaneGroups(copies, [((0, 1), (1, 4), (4, 6))] * 2, 3)
+        groups = PlaneGroups(copies, [((0, 1), (1, 4), (4, 6))] * 5, 3)
         fences = device.scatter(device.stream("load"), groups, ())
         assert all(fence.wait(SECONDS) for fence in fences)
-    assert driver.calls == calls
+    assert [call.partition(" ")[0] for call in driver.calls] == calls
     assert all(np.array_equal(kv[:, ids(at)], slot) for at, slot in enumerate(slots))
 
 
