@@ -169,10 +169,7 @@ def run_workload(settings: Settings, shape: Shape, output: Output) -> int:
     if output.json_file != "-":
         show(report)
     if output.json_file is not None:
-        import msgspec
-
-        text = msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
-        write_report(text, output.json_file)
+        write_report(report, output.json_file)
     if output.plot is not None:
         from kvtier.cli.bench_plot import draw_report
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ import click
 from kvtier.bench.bucket import bucket_url
 from kvtier.bench.filesystem import current_directory
 from kvtier.cli.kinds import DIRECTORY
-from kvtier.cli.output import REPORT
+from kvtier.cli.output import REPORT, write_report
 from kvtier.errors import ConfigError
 from kvtier.units import parse_bytes
 
@@ -143,10 +142,7 @@ def _rungs(urls: Sequence[str], keep: str | None) -> list[Finding]:
 
 def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
     if as_json:
-        import msgspec
-
-        text = msgspec.json.format(msgspec.json.encode(findings), indent=2).decode()
-        sys.stdout.write(text + "\n")
+        write_report(findings, "-")
         return
     from rich.text import Text
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvtier.cli.output import write_report
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes, parse_seconds
 
@@ -40,7 +41,6 @@ def gc(url: str, max_age: str | None, orphans_after: str, dry_run: bool, as_json
     """
     from dataclasses import asdict
 
-    from kvtier.cli.medium import print_json
     from kvtier.cli.progress import progress
     from kvtier.config import parse_tier
     from kvtier.errors import Unavailable
@@ -71,7 +71,7 @@ def gc(url: str, max_age: str | None, orphans_after: str, dry_run: bool, as_json
     finally:
         store.close()
     if as_json:
-        print_json(asdict(found))
+        write_report(asdict(found), "-")
     else:
         for line in _lines(found, dry_run=dry_run):
             click.echo(line)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvtier.cli.kinds import DIRECTORY
+from kvtier.cli.output import write_report
 from kvtier.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,13 +31,13 @@ def inspect(directory: Path, as_json: bool) -> int:  # noqa: FBT001
     It takes no lock and writes nothing, so that a running cache is not disturbed: it is shown as it
     was last committed. The exit status is 2 where there is no such tier, or its index is damaged.
     """
-    from kvtier.cli.medium import print_json, slab_medium
+    from kvtier.cli.medium import slab_medium
     from kvtier.cli.progress import progress
 
     with progress() as tell:
         found = slab_medium().survey(str(directory), tell)
     if as_json:
-        print_json(found)
+        write_report(found, "-")
     else:
         _show(found)
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 from kvtier.config import load_store, store_types
@@ -19,14 +18,6 @@ def slab_medium() -> type[Surveyed]:
     if not issubclass(kind, Surveyed):
         raise ConfigError(f"the lmdb tier of {kind.__module__} cannot be looked at from outside")
     return kind
-
-
-def print_json(found: object) -> None:
-    """Print plain data as JSON on stdout."""
-    import msgspec
-
-    text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode()
-    sys.stdout.write(text + "\n")
 
 
 def age(seconds: float) -> str:

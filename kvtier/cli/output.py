@@ -1,4 +1,4 @@
-"""Where a report goes: a file that can be written, or stdout."""
+"""Where a report goes: a file that can be written or stdout."""
 
 from __future__ import annotations
 
@@ -65,8 +65,11 @@ def check_file(path: Path) -> None:
         raise not_written(path, error) from error
 
 
-def write_report(text: str, file: str) -> None:
-    """Write a report, which ends a line. Raises ConfigError where that cannot be done."""
+def write_report(found: object, file: str) -> None:
+    """Write plain data as JSON, to stdout for -. Raises ConfigError where that cannot be done."""
+    import msgspec
+
+    text = msgspec.json.format(msgspec.json.encode(found), indent=2).decode() + "\n"
     if file == "-":
         sys.stdout.write(text)
         return

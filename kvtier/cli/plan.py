@@ -100,11 +100,10 @@ def plan(model: str, json_file: str | None, **options: Any) -> int:
                 at_times=options["at_times"],
                 tell=tell,
             )
-    report = _encoded(found, drawn, tiers)
     if json_file != "-":
         _show(found, drawn, tiers)
     if json_file is not None:
-        write_report(report.decode() + "\n", json_file)
+        write_report({"budget": found, "curve": drawn, "tiers": tiers}, json_file)
     return 0 if found.fits else 1
 
 
@@ -146,13 +145,6 @@ def _setting(options: dict[str, Any]) -> Any:
         kv=options["kv"],
         **given,
     )
-
-
-def _encoded(found: Budget, drawn: Curve | None, tiers: Stack | None) -> bytes:
-    import msgspec
-
-    report = {"budget": found, "curve": drawn, "tiers": tiers}
-    return msgspec.json.format(msgspec.json.encode(report), indent=2)
 
 
 def _show(found: Budget, drawn: Curve | None, tiers: Stack | None) -> None:

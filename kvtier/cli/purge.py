@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from kvtier.cli.kinds import DIRECTORY
+from kvtier.cli.output import write_report
 from kvtier.units import format_bytes
 
 
@@ -25,13 +26,13 @@ def purge(directory: Path, namespace: str, as_json: bool) -> int:  # noqa: FBT00
     A running cache is purged by Cache.purge instead. The payloads stay in slots that are free from
     then on, until other records are written there.
     """
-    from kvtier.cli.medium import print_json, slab_medium
+    from kvtier.cli.medium import slab_medium
     from kvtier.cli.progress import progress
 
     with progress() as tell:
         purged = slab_medium().purge(str(directory), namespace, tell)
     if as_json:
-        print_json(purged)
+        write_report(purged, "-")
     else:
         click.echo(
             f"{purged.removed:,} records of namespace {purged.namespace}, "

@@ -111,7 +111,7 @@ def replay(
     """
     from kvtier.cli.plot import draw
     from kvtier.cli.progress import progress
-    from kvtier.planning.replay import chosen, encode, overlay_of
+    from kvtier.planning.replay import chosen, overlay_of
     from kvtier.planning.replay import replay as run
     from kvtier.planning.sources import sources
 
@@ -152,7 +152,7 @@ def replay(
         for one in replays:
             _show(one, _block_bytes(options["bytes_per_token"], one.block_tokens))
     if json_file is not None:
-        write_report(encode(replays).decode() + "\n", json_file)
+        write_report(replays[0] if len(replays) == 1 else replays, json_file)
     return 0
 
 

@@ -84,7 +84,7 @@ def sim(
     also when a guard was taken away, nothing failed, and no reason is known why that is harmless.
     The result does not depend on --jobs.
     """
-    from kvtier.cli.simreport import encoded, show
+    from kvtier.cli.simreport import show
     from kvtier.testing.mutations import chosen
 
     names = [] if mutate is None else chosen(mutate)
@@ -95,7 +95,7 @@ def sim(
     jobs = jobs or _cores(schedules, sweep, names)
     report = _run(schedule, schedules, sweep, names, jobs)
     if json_file is not None:
-        write_report(encoded(report), json_file)
+        write_report(report, json_file)
     if json_file != "-":
         show(report)
     return 0 if report.clean else 1

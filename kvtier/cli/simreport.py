@@ -152,11 +152,6 @@ class SimReport(msgspec.Struct):
         )
 
 
-def encoded(report: SimReport) -> str:
-    """Return the report as JSON, on lines of its own."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2).decode() + "\n"
-
-
 def show(report: SimReport) -> None:
     """Print the report on stdout."""
     console = Console()

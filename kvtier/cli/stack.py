@@ -50,8 +50,6 @@ def replay_stack(
     options: Mapping[str, Any],
 ) -> int:
     """Replay traces through tiers, under the first policy that is not the optimum."""
-    import msgspec
-
     from kvtier.cli.progress import progress
     from kvtier.planning.replay import OPTIMAL, make_policy, overlay_of
     from kvtier.planning.stack import Speeds, simulate_stack
@@ -86,8 +84,7 @@ def replay_stack(
         for one in found:
             show_stack(one)
     if json_file is not None:
-        report = msgspec.json.encode(found[0] if len(found) == 1 else found)
-        write_report(msgspec.json.format(report, indent=2).decode() + "\n", json_file)
+        write_report(found[0] if len(found) == 1 else found, json_file)
     return 0
 
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from kvtier.cli.output import write_report
 from kvtier.errors import ConfigError
 from kvtier.units import format_bytes
 
@@ -52,9 +53,7 @@ def status(
         return listen_at(listen, path)
     found = ask_status(path, _SECONDS)
     if as_json:
-        from kvtier.cli.medium import print_json
-
-        print_json(found._asdict() | {"socket": path})
+        write_report(found._asdict() | {"socket": path}, "-")
     elif prometheus:
         from kvtier.metrics import exposition
 

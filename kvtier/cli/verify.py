@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from kvtier.cli.kinds import DIRECTORY
+from kvtier.cli.output import write_report
 from kvtier.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -30,13 +31,13 @@ def verify(directory: Path, repair: bool, as_json: bool) -> int:  # noqa: FBT001
     and what is right is kept, also where a part of the index cannot be read. The exit status is 0
     when nothing is wrong any more, 1 when something is, and 2 when that cannot be told.
     """
-    from kvtier.cli.medium import print_json, slab_medium
+    from kvtier.cli.medium import slab_medium
     from kvtier.cli.progress import progress
 
     with progress() as tell:
         verdict = slab_medium().verify(str(directory), tell, repair=repair)
     if as_json:
-        print_json(verdict)
+        write_report(verdict, "-")
     else:
         for line in _lines(verdict):
             click.echo(line)

@@ -154,12 +154,6 @@ def overlay_of(
     return Overlay(levels, None if ttl is None else ttl / trace.seconds_per_unit)
 
 
-def encode(replays: Sequence[Replay]) -> bytes:
-    """Return replays as JSON: one object, or for several traces a list."""
-    found: Replay | list[Replay] = replays[0] if len(replays) == 1 else list(replays)
-    return msgspec.json.format(msgspec.json.encode(found), indent=2)
-
-
 def _result(policy: str, capacity: int, hits: Hits) -> Result:
     return Result(policy, capacity, round(hits.rate_tokens, 3), round(hits.rate_blocks, 3))
 

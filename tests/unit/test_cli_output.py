@@ -61,7 +61,7 @@ def test_a_disk_that_is_full_is_said_too(monkeypatch, tmp_path):
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(ConfigError, match=r"cannot write .*No space left.*name another file"):
-        write_report("{}\n", str(tmp_path / "report.json"))
+        write_report({}, str(tmp_path / "report.json"))
 
 
 @pytest.mark.parametrize("part", ["nan", "1", "-0.1", "x"])
