@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import gc
 import hashlib
-import json
 import multiprocessing
 import statistics
 import time
@@ -32,7 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from plot import draw, option
+from plot import kept, option
 
 from kvtier.catalog.catalog import Catalog, Part, Shelf
 from kvtier.catalog.lease import Lease
@@ -277,7 +276,6 @@ def main() -> None:
     """Measure each size, and print."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--sizes", type=int, nargs="+", default=SIZES)
-    arguments.add_argument("--json", type=Path)
     option(arguments)
     options = arguments.parse_args()
     growth = {}
@@ -293,15 +291,13 @@ def main() -> None:
         "evict_us": {order: row["mean"] for order, row in largest["evict_us"].items()},
         "growth": growth,
     }
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
     panels = {
         "of a prompt, us": "growth.*.{match_us,dict_us,touch_us}",
         "lease and release of 512 chunks, ms": "growth.*.lease_release_512_ms",
         "evicting a part, us, in the mean": "evict_us.*",
         "bytes of a part": "growth.*.bytes_per_part.*.traced",
     }
-    draw(report, options.plot, panels)
+    kept(report, options, panels)
 
 
 if __name__ == "__main__":

@@ -16,17 +16,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import zstandard
-from plot import draw, option
+from plot import kept, option
 from slow_link import SlowLink
 
 import kvtier
@@ -53,7 +51,6 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--only", choices=("codec", "link"))
-    arguments.add_argument("--json", type=Path)
     option(arguments)
     options = arguments.parse_args()
     found: Found = {}
@@ -71,15 +68,13 @@ def main() -> None:
         print(
             f"{name:44} {statistics.median(values):9.3f}   ({min(values):.3f} to {max(values):.3f})"
         )
-    if options.json:
-        options.json.write_text(json.dumps(report(found), indent=1) + "\n")
     panels = {
-        "GB/s of a core": "codec.*.gb_per_s",
-        "times smaller": "codec.ratio.*",
-        "saving over a link, s": "link.*.save_s",
-        "loading, s": "link.*.load_s",
+        "GB/s of a core": "all.codec.*.gb_per_s",
+        "times smaller": "all.codec.ratio.*",
+        "saving over a link, s": "all.link.*.save_s",
+        "loading, s": "all.link.*.load_s",
     }
-    draw(found, options.plot, panels)
+    kept(report(found), options, panels)
 
 
 def report(found: Found) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from plot import option
+from plot import kept, option
 
 import kvtier
 from kvtier.bench.messages import LoadModel
@@ -240,7 +240,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--dir", type=Path)
-    parser.add_argument("--json", type=Path)
     option(parser)
     parser.add_argument("--decisions", action="store_true", help="only what a decision takes")
     args = parser.parse_args()
@@ -284,29 +283,16 @@ def main() -> None:
         },
     }
     show(report)
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    if args.plot:
-        plot(args.plot, lost, even)
+    panels = {
+        "of a tier that loses, s": "slow_tier.ttft_s.*",
+        "of one as fast as computing, s": "meet_in_the_middle.ttft_s.*",
+    }
+    kept(report, args, panels)
 
 
 def show(report: dict[str, object]) -> None:
     """Print what a person wants to see."""
     print(json.dumps(report, indent=2))
-
-
-def plot(path: Path, lost: Figures, even: Figures) -> None:
-    """Draw the times of all rounds, one panel for each speed of the tier."""
-    from matplotlib import pyplot as plt
-
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
-    titles = ("a tier that loses", "as fast as computing")
-    for panel, title, figures in zip(panels, titles, (lost, even), strict=True):
-        panel.boxplot(list(figures.seconds.values()), tick_labels=list(figures.seconds))
-        panel.set_title(title)
-        panel.set_ylim(bottom=0)
-    panels[0].set_ylabel("time to first token, s")
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ import contextlib
 import functools
 import hashlib
 import itertools
-import json
 import operator
 import os
 import socket
@@ -41,7 +40,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from plot import draw, option
+from plot import kept, option
 
 import kvtier
 import kvtier.cache
@@ -380,7 +379,6 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=101)
     arguments.add_argument("--records", type=int, default=RECORDS)
     arguments.add_argument("--dir", type=Path, help="on the disk to measure")
-    arguments.add_argument("--json", type=Path)
     option(arguments)
     options = arguments.parse_args()
     with tempfile.TemporaryDirectory(dir=options.dir) as name:
@@ -391,9 +389,7 @@ def main() -> None:
             report |= moves(Path(daemon.path), options.rounds)
         report |= start(folder, options.records, 5)
     show(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    draw(report, options.plot, PANELS)
+    kept(report, options, PANELS)
 
 
 if __name__ == "__main__":

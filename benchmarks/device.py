@@ -283,7 +283,6 @@ def main() -> int:
     """Measure, interleaved, and print."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    arguments.add_argument("--json", type=Path)
     option(arguments)
     options = arguments.parse_args()
     sys.path.insert(0, str(Path(__file__).parent))

@@ -19,7 +19,6 @@ steps of an arm; their range is that of nine in ten resamplings of whole rounds.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import random
 import statistics
@@ -33,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from plot import draw, option
+from plot import kept, option
 
 import kvtier
 from kvtier.copyplan import CopyPlan
@@ -253,7 +252,6 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--dir", type=Path, default=Path(), help="on the disk to use")
     arguments.add_argument("--rounds", type=int, default=20, help="of 50 steps for each arm")
-    arguments.add_argument("--json", type=Path)
     option(arguments)
     options = arguments.parse_args()
     torch.set_num_threads(1)
@@ -282,10 +280,8 @@ def main() -> None:
         spread = f"({found['low']:.3f} to {found['high']:.3f})"
         print(f"p99 {over} over {under}: {found['p99']:.3f} {spread}")
     print("limit: inside, or child, over outside 1.05")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
     panels = {"a step, ms": "arms.*.{p50,p99}", "p99 over p99": "ratios.*.p99@1.05"}
-    draw(report, options.plot, panels)
+    kept(report, options, panels)
 
 
 if __name__ == "__main__":

@@ -11,16 +11,14 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
-from plot import draw, option
+from plot import kept, option
 
 import kvtier
 
@@ -62,7 +60,6 @@ def interpreter(code: str) -> float:
 def main() -> None:
     """Measure, interleaved, and print."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--json", type=Path)
     option(arguments)
     options = arguments.parse_args()
     tokens = np.random.default_rng(0).integers(0, 50_000, TOKENS).astype(np.int32)
@@ -82,11 +79,9 @@ def main() -> None:
     for name, row in report.items():
         print(f"{name:15} {row['median']:8.2f} ms   ({row['min']:.2f} to {row['max']:.2f})")
     print("limits: match 2 ms, import 150 ms")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    draw(
+    kept(
         report,
-        options.plot,
+        options,
         {
             "ms": "{match,sha256}@2",
             "ms in a new process": "{import,import_for_open,import_numpy}@150",

@@ -54,12 +54,19 @@ from nvme_peers import (
     Slab,
     opened,
 )
+from plot import kept, option
 
-from kvtier.cli.output import check_plot
 from kvtier.testing.overrun import overrun
 
 THREADS = 4
 ROUNDS = 9
+PANELS = {
+    "GB/s": "sizes.*.contenders.{fio,slab,lmdb_values,file_per_chunk}.*.gb_per_s",
+    "of fio": "sizes.{128KiB,2MiB,16MiB}.{write_ratio_fio,read_ratio_fio}@1",
+    "with so many records, s": "growth.*.{open_cache_s,open_store_s}",
+    "with so many records, us": "growth.*.{lookup_us,write_us}",
+}
+VERBS = ("write", "read")
 SIZES = {"128KiB": 128 << 10, "2MiB": 2 << 20, "16MiB": 16 << 20}
 Report = dict[str, Any]
 
@@ -280,55 +287,10 @@ def tell(report: Report, at: str = "") -> None:
             print(f"{path:52} {f'{value:.3f}' if isinstance(value, float) else value}")
 
 
-def plot(report: Report, path: Path) -> None:
-    """Draw the speeds by size, the ratios to fio, and growth. Needs matplotlib."""
-    from matplotlib.figure import Figure
-
-    figure = Figure((15, 4.5), dpi=120, layout="constrained")
-    speeds, ratios, grows = figure.subplots(1, 3)
-    sizes = report.get("sizes", {})
-    bars = [(c, verb) for c in ("fio", "slab", "lmdb_values", "file_per_chunk") for verb in VERBS]
-    for at, (name, verb) in enumerate(bars):
-        rows = [each["contenders"].get(name, {}).get(verb, {}) for each in sizes.values()]
-        places = [x + (at - 3.5) * 0.1 for x in range(len(sizes))]
-        heights = [row.get("gb_per_s", 0.0) for row in rows]
-        hatch = "//" if verb == "read" else ""
-        speeds.bar(places, heights, 0.1, label=f"{name} {verb}", color=f"C{at // 2}", hatch=hatch)
-    speeds.set_xticks(range(len(sizes)), list(sizes))
-    speeds.set_ylabel("GB/s")
-    if sizes:
-        speeds.legend(fontsize=7)
-    for verb, mark in zip(VERBS, "os", strict=True):
-        for kind, style in ((f"{verb}_ratio_fio", "-"), (f"{verb}_fio_over_fio", ":")):
-            drawn = [(n, e[kind], e["spread"][kind]) for n, e in sizes.items() if kind in e]
-            middle = [value for _, value, _ in drawn]
-            error = [
-                [value - low for _, value, (low, _) in drawn],
-                [high - value for _, value, (_, high) in drawn],
-            ]
-            names = [name for name, _, _ in drawn]
-            ratios.errorbar(names, middle, error, marker=mark, linestyle=style, label=kind)
-    ratios.axhline(1.0, color="black", linewidth=0.8)
-    ratios.set_ylabel("of fio, medians and spread")
-    if report["fio"] == "there" and sizes:
-        ratios.legend(fontsize=7)
-    table = report.get("growth", {})
-    for kind in ("open_cache_s", "open_store_s", "lookup_us", "write_us"):
-        grows.plot([int(n) for n in table], [row[kind] for row in table.values()], "o-", label=kind)
-    if table:
-        grows.set(xscale="log", yscale="log", xlabel="records")
-        grows.legend(fontsize=7)
-    figure.savefig(path)
-
-
-VERBS = ("write", "read")
-
-
 def main() -> None:
     """Measure, print, and write what was asked for."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--json", type=Path)
-    arguments.add_argument("--plot", type=Path, help="a PNG of it; needs kvtier[plot]")
+    option(arguments)
     arguments.add_argument("--dir", type=Path, default=Path(), help="on the device to measure")
     arguments.add_argument("--rounds", type=int, default=ROUNDS)
     arguments.add_argument("--full", action="store_true", help="four times as many bytes")
@@ -336,8 +298,6 @@ def main() -> None:
     arguments.add_argument("--child", type=int, help=argparse.SUPPRESS)
     arguments.add_argument("--procs", type=Path, help=argparse.SUPPRESS)
     options = arguments.parse_args()
-    if options.plot:
-        check_plot(str(options.plot))  # now, and not after minutes
     with tempfile.TemporaryDirectory(dir=options.dir) as place:
         if options.child:
             options.procs.write_text("0")  # this process
@@ -347,10 +307,7 @@ def main() -> None:
             return
         report = summed_up(measure(Path(place), options))
     tell(report)
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if options.plot:
-        plot(report, options.plot)
+    kept(report, options, PANELS)
 
 
 if __name__ == "__main__":

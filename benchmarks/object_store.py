@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import statistics
 import tempfile
@@ -35,7 +34,7 @@ import numpy as np
 from far_proxy import FarProxy
 from hung import hangs
 from msgspec import structs
-from plot import draw, option
+from plot import kept, option
 from raw_clients import IN_FLIGHT, LARGE, raw_boto, raw_clients
 from rounds import must
 from tiny import BLOCK, Found, note, opened, save
@@ -59,13 +58,13 @@ TRIES = 4
 CHUNKS, THERE = 512, 317
 RTT = 0.005
 PANELS = {
-    "GB/s": "get.*.gb_per_s",
-    "CPU s a GB": "get.*.cpu_s_per_gb",
-    "CPU s a GB written": "put_16MiB.cpu_s_per_gb.*",
-    "looking up 512 chunks, ms": "lookup_512.{engine_ms,ms}",
-    "p99 of a hit here while S3 hangs, ms": "while_hung.*.{base,hung}",
-    "and how late, ms": "while_hung.{timer_late_ms,over_deadline_ms}",
-    "how late each call is, ms": "while_hung.late_ms.*.*",
+    "GB/s": "values.get.*.gb_per_s",
+    "CPU s a GB": "values.get.*.cpu_s_per_gb",
+    "CPU s a GB written": "values.put_16MiB.cpu_s_per_gb.*",
+    "looking up 512 chunks, ms": "values.lookup_512.{engine_ms,ms}",
+    "p99 of a hit here while S3 hangs, ms": "values.while_hung.*.{base,hung}",
+    "and how late, ms": "values.while_hung.{timer_late_ms,over_deadline_ms}",
+    "how late each call is, ms": "values.while_hung.late_ms.*.*",
 }
 
 
@@ -73,7 +72,6 @@ def main() -> None:
     """Measure, print a line a figure, and write them all down."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--rounds", type=int, default=7)
-    arguments.add_argument("--json", type=Path)
     option(arguments)
     options = arguments.parse_args()
     found: Found = {}
@@ -88,9 +86,7 @@ def main() -> None:
         print(
             f"{name:44} {statistics.median(values):9.3f}   ({min(values):.3f} to {max(values):.3f})"
         )
-    if options.json:
-        options.json.write_text(json.dumps(report(found), indent=1) + "\n")
-    draw(found, options.plot, PANELS)
+    kept(report(found), options, PANELS)
 
 
 def report(found: Found) -> dict[str, Any]:

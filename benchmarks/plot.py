@@ -2,8 +2,9 @@
 
     python benchmarks/plot.py REPORT.json PICTURE.png 'TITLE=PATTERN[@LINE]'...
 
-Scripts here have ``--plot`` by ``option`` and ``draw``. From a shell it draws a report that was
-kept: ``python benchmarks/plot.py benchmarks/results/tiers-cpu.json a.png 'GB/s=gb_per_s.*'``.
+Scripts here have ``--json`` and ``--plot`` by ``option`` and ``kept``. From a shell it draws a
+report that was kept:
+``python benchmarks/plot.py benchmarks/results/tiers-cpu.json a.png 'GB/s=gb_per_s.*'``.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class Row(NamedTuple):
 
 
 def option(arguments: argparse.ArgumentParser) -> None:
-    """Add ``--plot``."""
+    """Add ``--json`` and ``--plot``."""
+    arguments.add_argument("--json", type=Path, metavar="FILE", help="write the report there")
     arguments.add_argument(
         "--plot", type=file, metavar="FILE.png", help="draw it; needs kvtier[plot]"
     )
@@ -51,6 +53,13 @@ def file(text: str) -> Path:
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return Path(text)
+
+
+def kept(report: Any, asked: argparse.Namespace, panels: Mapping[str, str]) -> None:
+    """Write and draw a report where that was asked for. panels: see ``draw``."""
+    if asked.json:
+        asked.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    draw(report, asked.plot, panels)
 
 
 def draw(report: Any, path: Path | None, panels: Mapping[str, str]) -> None:

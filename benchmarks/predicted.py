@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from plot import option
+from plot import kept, option
 
 import kvtier
 from kvtier.config import Config, TierConfig
@@ -321,7 +321,6 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=SCALE, help="how much faster than meant")
     parser.add_argument("--decide", action="store_true", help="load what is worth it, not all")
     parser.add_argument("--dir", type=Path)
-    parser.add_argument("--json", type=Path)
     option(parser)
     args = parser.parse_args()
     if args.requests < 10 or not 0 <= args.warmup < 1:
@@ -368,25 +367,11 @@ def main() -> None:
         },
     }
     print(json.dumps(report, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    if args.plot:
-        plot(args.plot, real, told)
-
-
-def plot(path: Path, real: Measured, told: Stack) -> None:
-    """Draw the measured times in order, beside the predicted median and tail."""
-    from matplotlib import pyplot as plt
-
-    figure, panel = plt.subplots(figsize=(7, 4), layout="constrained")
-    ordered = np.sort(real.ttft)
-    panel.plot(ordered, np.linspace(0, 100, len(ordered)), label="measured")
-    times = told.ttft
-    panel.plot((times.p50, times.p90, times.p99), (50, 90, 99), "o", label="predicted")
-    panel.set_xlabel("time to first token, s")
-    panel.set_ylabel("requests, %")
-    panel.legend()
-    figure.savefig(path, dpi=120)
+    panels = {
+        "time to first token, s": "ttft_s.{predicted,measured,without}",
+        "hit rate, %": "hit_rate.{predicted,measured}",
+    }
+    kept(report, args, panels)
 
 
 if __name__ == "__main__":

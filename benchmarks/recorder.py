@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from plot import draw, option
+from plot import kept, option
 
 from kvtier.testing.toy import CHUNK, dram, opened
 
@@ -28,7 +28,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chunks", type=int, default=512, help="of a prompt")
     parser.add_argument("--seconds", type=float, default=20.0)
-    parser.add_argument("--json", type=Path)
     option(parser)
     args = parser.parse_args()
     chance = np.random.default_rng(7)
@@ -65,9 +64,7 @@ def main() -> int:
         },
     }
     print(json.dumps(report, indent=2))
-    if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    draw(report, args.plot, {"a match, us": "{plain,recording}.*"})
+    kept(report, args, {"a match, us": "{plain,recording}.*"})
     return 0
 
 

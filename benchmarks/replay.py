@@ -18,7 +18,7 @@ import statistics
 import time
 from pathlib import Path
 
-from plot import draw, option
+from plot import kept, option
 
 from kvtier.planning.optimum import optimum
 from kvtier.planning.replay import make_policy
@@ -80,7 +80,6 @@ def main() -> None:
     parser.add_argument("trace", type=Path, nargs="?")
     parser.add_argument("--block-size", type=int, default=BLOCK)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
     option(parser)
     args = parser.parse_args()
     if args.rounds < 1:
@@ -107,9 +106,7 @@ def main() -> None:
         "bytes_per_unique_block": round(bytes_per_block(args.trace, args.block_size), 1),
     }
     print(json.dumps(report, indent=2))
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    draw(report, args.plot, {"block references a second": "blocks_per_second.*"})
+    kept(report, args, {"block references a second": "blocks_per_second.*"})
 
 
 if __name__ == "__main__":

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from plot import draw, option
+from plot import kept, option
 
 from kvtier.tiers.store import Status
 
@@ -25,7 +24,6 @@ def options(text: str) -> argparse.Namespace:
     arguments = argparse.ArgumentParser(description=text.splitlines()[0])
     arguments.add_argument("--dir", type=Path, default=Path(), help="on the disk to measure")
     arguments.add_argument("--rounds", type=int, default=9)
-    arguments.add_argument("--json", type=Path)
     option(arguments)
     return arguments.parse_args()
 
@@ -64,6 +62,5 @@ def report(
         print(
             f"{name} over {limit}: {ratios[name]['median']:.2f} ({each[0]:.2f} to {each[-1]:.2f})"
         )
-    if asked.json:
-        asked.json.write_text(json.dumps({"gb_per_s": found, "ratios": ratios}, indent=1) + "\n")
-    draw({"got": found, "of": ratios}, asked.plot, {"GB/s": "got.*", "of its limit": "of.*@1"})
+    panels = {"GB/s": "gb_per_s.*", "of its limit": "ratios.*@1"}
+    kept({"gb_per_s": found, "ratios": ratios}, asked, panels)

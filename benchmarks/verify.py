@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import mmap
 import os
 import statistics
@@ -20,7 +19,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from plot import draw, option
+from plot import kept, option
 
 from kvtier.identity.record import Header, PartName
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
@@ -107,7 +106,6 @@ def inspected(folder: Path) -> float:
 def main() -> None:
     """Measure, interleaved, and print."""
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--json", type=Path)
     option(arguments)
     arguments.add_argument("--dir", type=Path, help="on the device to measure")
     arguments.add_argument("--megabytes", type=int, default=512, help="of records of each size")
@@ -124,10 +122,8 @@ def main() -> None:
             )
         report["inspect.cpu_s_per_100000"] = seconds = inspected(Path(folder) / "index")
         print(f"inspect         {seconds:.2f} CPU s for {RECORDS:,} records")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     panels = {"of plain reads": "verify.*.ratio_plain_reads@1", "bytes/s": "verify.*.bytes_per_s"}
-    draw(report, options.plot, panels)
+    kept(report, options, panels)
 
 
 if __name__ == "__main__":

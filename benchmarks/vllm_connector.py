@@ -34,7 +34,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
-from plot import draw, option
+from plot import kept, option
 
 from kvtier.testing.vllm_record import (
     Recorder,
@@ -305,7 +305,6 @@ def main() -> None:
         return
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=8)
-    parser.add_argument("--json", type=Path)
     option(parser)
     parser.add_argument("--record", action="store_true")
     parser.add_argument("--recorded", action="store_true")
@@ -323,14 +322,12 @@ def main() -> None:
                 return
             found |= measured(folder, given.rounds)
     print(json.dumps(found, indent=1))
-    if given.json:
-        given.json.write_text(json.dumps(found, indent=1), encoding="utf-8")
     panels = {
         "us": "{scheduler_us_per_step,match_us,live_us_per_step,admitting_us_per_step}",
         "over vLLM alone": "{no_reuse_throughput_ratio,no_reuse_cpu_ratio}@1",
         "time to first token, s": "ttft_s.*",
     }
-    draw(found, given.plot, panels)
+    kept(found, given, panels)
 
 
 if __name__ == "__main__":
