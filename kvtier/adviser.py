@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from kvtier.catalog.lease import Lease
+from kvtier.checks import read_settings
 from kvtier.clock import Clock
 from kvtier.cost import CHOICES, Advice, Costs, Reading
 from kvtier.desk import Desk, Match
@@ -55,7 +56,7 @@ class Adviser:
     def seed(self, path: str | Path) -> None:
         """See ``Cache.seed``."""
         try:
-            rungs = msgspec.json.decode(Path(path).read_bytes(), type=list[_Rung])
+            rungs = msgspec.json.decode(read_settings(Path(path)), type=list[_Rung])
         except (OSError, TypeError, ValueError) as error:  # msgspec's is a ValueError
             raise ConfigError(
                 f"{path!r} is not what `kvtier doctor --measure URL --keep FILE` writes: {error}"

@@ -6,14 +6,30 @@ call is a MisuseError, what is wrong with a setting is a ConfigError: `error` sa
 
 from __future__ import annotations
 
+import errno
 import math
 from numbers import Integral, Real
+from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Any, Final
 
 from kvtier.errors import KvtierError, MisuseError
 
 _SHOWN: Final = 80  # characters of what was passed that an error repeats
+
+_MOST_SETTINGS: Final = 16 << 20  # bytes of a file of them
+
+
+def read_settings(path: Path) -> bytes:
+    """Return what a file of settings holds, or a pipe.
+
+    Raises OSError, also for what is larger than any: a device has no end, and took all memory.
+    """
+    with path.open("rb") as file:
+        found = file.read(_MOST_SETTINGS + 1)
+    if len(found) > _MOST_SETTINGS:
+        raise OSError(errno.EFBIG, f"it is larger than {_MOST_SETTINGS >> 20} MiB")
+    return found
 
 
 def is_number(value: Any) -> bool:

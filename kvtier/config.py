@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qsl
 
 from kvtier.catalog.owners import Quota, check_floors
-from kvtier.checks import check_kind, check_whole, is_number
+from kvtier.checks import check_kind, check_whole, is_number, read_settings
 from kvtier.codecs.door import check_codec
 from kvtier.errors import ConfigError, check_known, unknown
 from kvtier.memory.numa import parse_nodes
@@ -154,13 +154,17 @@ def read_toml(path: str | Path, known: Sequence[str]) -> dict[str, object]:
         raise ConfigError(f"a path is needed, and not {path!r}")
     path = Path(path)
     try:
-        data: dict[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = read_settings(path)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{str(path)!r} is no path: {error}") from error
+    try:
+        data: dict[str, object] = tomllib.loads(text.decode())
+    except RecursionError as error:
+        raise ConfigError(f"{path} is not TOML: it is too deep") from error
+    except ValueError as error:  # also of a number that is too long
+        raise ConfigError(f"{path} is not TOML: {error}") from error
     check_known("option", data, known)
     return data
 

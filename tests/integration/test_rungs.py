@@ -71,6 +71,8 @@ def test_what_doctor_did_not_write_is_refused(tmp_path, text):
             cache.seed(path)
         with pytest.raises(ConfigError):
             cache.seed(tmp_path / "none")
+        with pytest.raises(ConfigError, match="it is larger than 16 MiB"):
+            cache.seed("/dev/zero")
 
 
 def test_what_cannot_be_measured_is_told(tmp_path, capsys):

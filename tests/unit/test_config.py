@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -144,6 +145,8 @@ WRONG_FILES = {
     "unknown key": (b'tier = ["dram:8GiB"]', "unknown option 'tier'; did you mean 'tiers'?"),
     "one key too many": (b'tiers = ["dram:8GiB"]\ncolour = 1', "unknown option 'colour'"),
     "empty": (b"", "needs tiers ="),
+    "too deep": (b"tiers = " + b"[" * 9999, "is not TOML: it is too deep"),
+    "a number too long": (b"tiers = " + b"9" * 9999, "is not TOML: Exceeds the limit"),
     "a string": (b'tiers = "dram:8GiB"', "needs tiers ="),
     "numbers": (b"tiers = [8]", "needs tiers ="),
     "no dram": (b"tiers = []", "begins with one dram tier"),
@@ -163,6 +166,16 @@ def test_a_file_that_cannot_be_read_is_named_with_the_cause(tmp_path: Path):
         Config.from_toml(tmp_path / "absent.toml")
     with pytest.raises(ConfigError, match="Is a directory"):
         Config.from_toml(tmp_path)
+    with pytest.raises(ConfigError, match=r"cannot read /dev/zero: it is larger than 16 MiB"):
+        Config.from_toml("/dev/zero")
+
+
+def test_a_pipe_has_settings_as_well_as_a_file():
+    reading, writing = os.pipe()
+    os.write(writing, b'tiers = ["dram:8MiB"]')
+    os.close(writing)
+    assert Config.from_toml(f"/dev/fd/{reading}").dram == 8 << 20
+    os.close(reading)
 
 
 def test_dropped_by_the_parser_an_empty_value_would_go_unseen(monkeypatch):
