@@ -27,20 +27,23 @@ class Settling:
         self._store = store
         self._clock = clock
         self._changed: float | None = None  # since when the Store may have what is not committed
+        self._last = 0.0  # when something came that may not be
         self._task: asyncio.Task[None] | None = None
 
     def note(self) -> None:
         """Take it that the Store has changes that it may not have committed."""
         kind = self._store.capabilities
-        if self._changed is None and kind.durable and not kind.shared:
-            self._changed = self._clock()
+        if kind.durable and not kind.shared:
+            self._last = self._clock()
+            self._changed = self._last if self._changed is None else self._changed
 
     def settle(self, commit: Commit) -> None:
         """Begin a call if it is time. To be called again and again."""
         if self._changed is None or not (self._task is None or self._task.done()):
             return
         if self._clock() - self._changed >= _SETTLE_SECONDS:
-            self._changed = None
+            # What came last may be too young to be committed, where the rest was before.
+            self._changed = self._last if self._last > self._changed else None
             self._task = asyncio.create_task(self._settle(commit), name=f"{self._name}-settle")
 
     async def _settle(self, commit: Commit) -> None:

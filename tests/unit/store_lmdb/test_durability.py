@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import random
@@ -18,6 +19,7 @@ from kvtier.storage_backends.slab import INDEX_FLOOR, SLOT_CHARGE, FileIO
 from kvtier.storage_backends.slab_index import Entry, Index
 from kvtier.storage_backends.slab_ledger import Ledger
 from kvtier.testing.records import make_record
+from kvtier.tiers.settling import Settling
 from kvtier.tiers.store import Status
 
 MIB = 1 << 20
@@ -43,6 +45,68 @@ def test_batch_is_committed_by_age_and_by_size(
     for number in range(3, 12):
         store.write_many([make_record(number, 8 * MIB)])
     assert committed() == 10
+
+
+class Quiet:
+    """A tier that nobody calls any more; what its store gathers is committed by `turn`."""
+
+    def __init__(self, store: Any, clock: Any) -> None:
+        self.store, self.clock = store, clock
+        self.settling = Settling("lmdb", store, clock)
+
+    def write(self, number: int) -> None:
+        self.store.write_many([make_record(number, 5000)])
+        self.settling.note()
+
+    def turn(self, now: float) -> int:
+        """Let it be that late; return how many records are committed."""
+        self.clock.now = now
+
+        async def call(nothing: Any) -> list[Status]:
+            return list(nothing([None]))
+
+        async def settle() -> None:
+            self.settling.settle(call)
+            await asyncio.sleep(0)
+
+        asyncio.run(settle())
+        return len(self.store._ledger.page(b"", 100).names)
+
+
+def committed_in_a_lull(opened: Any) -> list[int]:
+    """Return what is committed at 1.1 s, and later, after a commit for want of slots at 0.8 s."""
+    tier = Quiet(opened(256 * MIB, clock=opened.clock), opened.clock)
+    tier.write(1)
+    tier.clock.now = 0.8
+    tier.store._ledger.commit(tier.store._ledger.pending)
+    tier.write(2)
+    return [tier.turn(1.1), tier.turn(1.7), tier.turn(1.9), tier.turn(9.0)]
+
+
+def test_what_came_after_a_commit_is_committed_in_a_second_too(opened: Any) -> None:
+    assert committed_in_a_lull(opened) == [1, 1, 2, 2]
+
+
+def test_twin_if_only_the_first_counted_it_would_never_be(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note = Settling.note
+
+    def first(settling: Settling) -> None:
+        note(settling)
+        settling._last = 0.0
+
+    monkeypatch.setattr(Settling, "note", first)
+    assert committed_in_a_lull(opened) == [1, 1, 1, 1]
+
+
+def test_what_came_first_waits_for_no_other(opened: Any) -> None:
+    tier = Quiet(opened(256 * MIB, clock=opened.clock), opened.clock)
+    tier.write(1)
+    tier.clock.now = 0.9
+    tier.write(2)
+    assert [tier.turn(0.95), tier.turn(1.0), tier.turn(2.0)] == [0, 2, 2]
+    assert tier.settling._changed is None
 
 
 def test_a_write_whose_batch_is_being_committed_has_not_failed(opened: Any) -> None:
