@@ -7,17 +7,20 @@ link       1 GiB each way, pinned and pageable, and both ways at once
 right      bytes of each way of copying, there and back, beside ``torch.index_select``
 copies     each way and direction for the chunks of three models: GB/s, the share of the link,
            microseconds of the caller's time for a chunk, and for a run of bytes
-near       batched copies of runs about 28 KiB, where an H100 falls
+near       batched copies of runs about 28 KiB, where an H100 falls; loads in any order, too
+inside     the kernel between blocks and the GPU's own memory, over no link
 overlap    80 products of 8192 x 8192 matrices in bf16, alone and beside copies of each way
 layers     which part of a load's bytes has landed when what waits for its first layers begins
 ttft       a prompt recomputed, loaded whole, and loaded layer by layer under 32 random layers
 order      what copies and compute must wait for: see ``device_order.py``
 engine     the reference engine on the GPU: see ``engine_gpu.py``
+memcheck   what compute-sanitizer sees of a few small copies, where it is installed
 """
 
 from __future__ import annotations
 
 import mmap
+import os
 import statistics
 import time
 import traceback
@@ -27,7 +30,8 @@ from typing import Any
 
 import numpy as np
 from device_order import Hazards
-from device_sizes import HERE, KIB, Layer, Sizes, machine
+from device_runs import inside, memcheck, near
+from device_sizes import HERE, Layer, Sizes, machine
 from engine_gpu import milliseconds, on_gpu
 
 from kvtier.device.base import Copy
@@ -38,9 +42,10 @@ from kvtier.device.spread import describe
 from kvtier.device.torch_driver import cuda_device
 from kvtier.testing.layouts import by_planes
 
-BUDGET = 220.0  # seconds, after which no step begins
+BUDGET, MINUTES_4 = 220.0, 240.0  # seconds, after which no step begins, and all has to be over
 LIMITS = {"llama": 0.9, "mla": 0.8}
 TURNS = 3
+RUNS = 20_000  # that are enqueued, at 0.6 us each, in half of a fortieth of a second
 SECONDS = 60.0
 
 
@@ -52,6 +57,7 @@ class Bench:
         self.arena = np.frombuffer(mmap.mmap(-1, 2 * sizes.link), np.uint8)
         device.pin(self.arena)
         self.link = {"load": 0.0, "store": 0.0}
+        self.begin = time.perf_counter()
 
     def choices(self) -> Iterator[Choice]:
         """Yield all ways of copying."""
@@ -60,19 +66,18 @@ class Bench:
         yield Choice("staged")
         yield from (Choice("direct", grid) for grid in self.sizes.grids)
 
-    def timed(
-        self, stream: Any, work: Callable[[], object], *, asleep: bool = False
-    ) -> list[float]:
+    def timed(self, stream: Any, work: Callable[[], object], *, asleep: int = 0) -> list[float]:
         """Return the milliseconds that some turns took on a stream, the first one left out.
 
-        asleep: let the stream sleep until all is enqueued, so that the host's time does not count.
+        asleep: let the stream sleep until so many runs are enqueued, so that the host's time does
+        not count.
         """
         cuda, found = self.torch.cuda, []
         for _ in range(TURNS + 1):
             begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
             cuda.synchronize()
             if asleep:
-                self.sleep(stream)
+                self.sleep(stream, asleep)
             begin.record(stream)
             work()
             end.record(stream)
@@ -80,10 +85,11 @@ class Bench:
             found.append(begin.elapsed_time(end))
         return found[1:]
 
-    def sleep(self, stream: Any) -> None:
-        """Let a stream sleep for longer than it takes to plan the copies of a call."""
+    def sleep(self, stream: Any, runs: int) -> None:
+        """Let a stream sleep for longer than it takes to enqueue the copies of so many runs."""
+        cycles = self.sizes.sleep // 4 * (1 + runs // RUNS)
         with self.torch.cuda.stream(stream):
-            self.torch.cuda._sleep(self.sizes.sleep // 4)  # noqa: SLF001  (there is no public one)
+            self.torch.cuda._sleep(cycles)  # noqa: SLF001  (there is no public one)
 
     def cache(self, planes: int, block: int, blocks: int) -> Any:
         """Return a KV tensor of random bytes, [planes, blocks, bytes]."""
@@ -188,7 +194,7 @@ class Bench:
                     stream = self.device.stream(role).handle
                     speeds, called = (
                         sorted(moved / one / 1e6 for one in self.timed(stream, work, asleep=asleep))
-                        for asleep in (True, False)
+                        for asleep in (runs, 0)
                     )
                     least = min(spent[1:])
                     found[f"{name}, {role}, {title(choice)}"] = {
@@ -207,27 +213,12 @@ class Bench:
         return {"best_of_link": best, "limits": LIMITS, "all": found}
 
     def step_near(self) -> dict[str, float]:
-        """Measure batched copies of runs about 28 KiB, few and many, scattered and in order."""
-        found: dict[str, float] = {}
-        if not self.driver.batches:
-            return found
-        self.device.way = Choice("batch")
-        for block in self.sizes.near:
-            for count in self.sizes.near_runs:
-                kv = self.cache(1, block, 2 * count)
-                (copy,) = self.copies(kv, count, count * block)
-                stream = self.device.stream("load").handle
-                took = self.timed(stream, lambda copy=copy: self.run("load", [copy]), asleep=True)
-                speed = copy.slot.nbytes / statistics.median(took) / 1e6
-                found[f"{count} runs of {block >> 10} KiB"] = speed
-        many = self.sizes.near_runs[-1]
-        kv = self.cache(1, 8 * KIB, 2 * many + 32)
-        pages = self.device.pages(kv, 1, 8 * KIB)
-        slot = self.arena[: many * 8 * KIB].reshape(1, many, 8 * KIB)
-        ids = [at // 16 * 32 + at % 16 for at in range(many)]
-        took = self.timed(stream, lambda: self.run("load", [Copy(pages, ids, slot)]), asleep=True)
-        found["8 KiB, 16 in a row joined"] = slot.nbytes / statistics.median(took) / 1e6
-        return found
+        """Measure batched copies of runs about 28 KiB."""
+        return near(self)
+
+    def step_inside(self) -> dict[str, float]:
+        """Measure the kernel where there is no link."""
+        return inside(self)
 
     def step_overlap(self) -> dict[str, Any]:
         """Measure matrix products beside copies."""
@@ -291,7 +282,7 @@ class Bench:
                 first, *ends = (cuda.Event(enable_timing=True) for _ in range(groups + 1))
                 cuda.synchronize()
                 # All is enqueued before anything lands: an event would else be recorded too late.
-                self.sleep(self.device.stream("load").handle)
+                self.sleep(self.device.stream("load").handle, RUNS)
                 fences = self.run("load", copies, groups)
                 self.device.hold(fences[0], SECONDS)
                 first.record()
@@ -348,6 +339,10 @@ class Bench:
         self.device.way = None
         return on_gpu(self.device)
 
+    def step_memcheck(self) -> str:
+        """Look for accesses beyond memory."""
+        return memcheck(max(MINUTES_4 - (time.perf_counter() - self.begin), 10.0))
+
     def first(self) -> list[Copy]:
         """Return copies of the first geometry."""
         planes, block, chunk = next(iter(self.sizes.geometries.values()))
@@ -365,6 +360,8 @@ def measure(save: Callable[[dict[str, Any]], None]) -> bool:
 
     A step that fails is told, and the next one begins. Raises ConfigError, with no GPU.
     """
+    # As the engine does that is measured last: read when CUDA starts.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     with closing(cuda_device()) as device:
         import torch
 

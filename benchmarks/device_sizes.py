@@ -48,7 +48,7 @@ HERE = Sizes(
     },
     grids=(2, 4, 8, 16, 32, 132),
     near=(16 * KIB, 24 * KIB, 28 * KIB, 32 * KIB),
-    near_runs=(64, 2048, 16384),
+    near_runs=(16, 512, 4096, 32768),
     matrix=8192,
     products=80,
     prompts=(1024, 4096, 16384, 32768),

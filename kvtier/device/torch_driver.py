@@ -69,6 +69,7 @@ class _TorchBuffer:
 class TorchDriver:
     """See Driver. index: of the GPU, as torch counts them.
 
+    version: of CUDA, as its driver says it: 13000. copies: what enqueues batched ones, if any.
     Raises ConfigError, with the remedy, where torch or CuPy or NVRTC is missing, where the driver
     is none or too old, and for a GPU that is not there or that NVRTC does not know.
     """
@@ -99,8 +100,8 @@ class TorchDriver:
             ) from error
         self._streams: dict[int, Any] = {}  # of CuPy, by the address of torch's
         self._external = partial(_external, cupy, index)
-        self._batch = _batched_copies(version)
-        self.batches = self._batch is not None
+        self.version, self.copies = version, batched_copies(version)
+        self.batches = self.copies is not None
 
     def stream(self) -> Any:
         """See Driver."""
@@ -181,13 +182,13 @@ class TorchDriver:
 
     def batch(self, stream: Any, table: Numbers) -> None:
         """See Driver."""
-        if self._batch is None:
+        if self.copies is None:
             raise ConfigError("this driver has no batched copies")
         with self._here():
             # The runtime's calls find a context by themselves. This one is the driver's: it needs
             # that the calling thread has one, which may be new and have called nothing yet.
             self._runtime.setDevice(self._index)
-            status = self._batch(table[0], table[1], table[2], stream.cuda_stream)
+            status = self.copies(table[0], table[1], table[2], stream.cuda_stream)
         if status:
             raise RuntimeError(f"cuMemcpyBatchAsync of {table.shape[1]} runs: CUDA error {status}")
 
@@ -263,10 +264,13 @@ def _external(cupy: Any, index: int, address: int) -> Any:
     return cupy.cuda.ExternalStream(address, index)
 
 
-def _batched_copies(
-    version: int, library: str = "libcuda.so.1"
+def batched_copies(
+    version: int, library: str = "libcuda.so.1", *, order: int = _STREAM_ORDER
 ) -> Callable[[Numbers, Numbers, Numbers, int], int] | None:
-    """Return cuMemcpyBatchAsync of a driver; None before 12.8. In 13.0 its signature changed."""
+    """Return cuMemcpyBatchAsync of a driver; None before 12.8. In 13.0 its signature changed.
+
+    order: in which sources are accessed, a CUmemcpySrcAccessOrder.
+    """
     asked = next((one for one in (_BATCH_NOW, _BATCH_FIRST) if version >= one), None)
     if asked is None:
         return None
@@ -284,7 +288,7 @@ def _batched_copies(
     function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(entry.value)
 
     def call(to: Numbers, of: Numbers, nbytes: Numbers, stream: int) -> int:
-        attributes, first, which = _Attributes(order=_STREAM_ORDER), size(0), size()
+        attributes, first, which = _Attributes(order=order), size(0), size()
         rows = (to.ctypes.data, of.ctypes.data, nbytes.ctypes.data, len(nbytes))
         for_all = (ctypes.addressof(attributes), ctypes.addressof(first), 1)
         told = (ctypes.addressof(which),) if failed else ()

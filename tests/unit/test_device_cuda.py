@@ -119,7 +119,7 @@ def test_groups_of_planes_of_the_same_copies_land_like_others(way):
 
 
 @every_way
-@pytest.mark.parametrize(("planes", "blocks"), [(2, 5600), (1100, 2)])
+@pytest.mark.parametrize(("planes", "blocks"), [(2, 5600), (1100, 2), (8, 5600)])
 def test_more_runs_or_planes_than_a_table_has_room_for(way, planes, blocks):
     kv = np.random.default_rng(0).integers(0, 200, (planes, 2 * blocks, 8), np.uint8)
     slots, ids = np.zeros((2, planes, blocks, 8), np.uint8), range(0, 2 * blocks, 2)

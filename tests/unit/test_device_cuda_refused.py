@@ -130,6 +130,22 @@ def test_what_was_lent_to_an_operation_that_is_refused_is_lent_again(way):
     assert np.array_equal(slots[2:], kv[2:, [2, 7]])
 
 
+@every_way
+def test_an_operation_that_failed_is_over_for_those_behind_it(way):
+    """Its event raises, and it is asked when what was lent to it is to be lent again."""
+    kv, slots, failed = pages(), np.zeros((PLANES, 2, BYTES), np.uint8), CpuFence()
+    failed.settle(RuntimeError("the kernel failed"))
+    with closing(made(way, CpuDriver(), in_flight=2)) as device:
+        device.pin(slots)
+        stream = device.stream("store")
+        fence = device.gather(stream, halves(kv, slots), [CudaFence(failed)])
+        with pytest.raises(RuntimeError, match="kernel failed"):
+            fence.wait(SECONDS)
+        assert not slots.any()
+        assert device.gather(stream, halves(kv, slots), ()).wait(SECONDS)
+    assert np.array_equal(slots[2:], kv[2:, [2, 7]])
+
+
 def kept_after_close(monkeypatch) -> bool:
     """Close a device that hangs; say whether its tables are there when nobody has it any more."""
     monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.05)

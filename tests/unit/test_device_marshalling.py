@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvtier.device import torch_driver as module
-from kvtier.device.torch_driver import _batched_copies
+from kvtier.device.torch_driver import batched_copies
 from kvtier.testing.kernels import compiler
 
 STREAM = 0x7FFF_1234_5678_9AB0  # all of a pointer's bits have to arrive
@@ -110,7 +110,7 @@ def library(tmp_path_factory):
 
 def copied(library: str, version: int) -> tuple[int, Told, bool]:
     """Copy three runs; return the status, what arrived, and whether all bytes are right."""
-    batch = _batched_copies(version, library)
+    batch = batched_copies(version, library)
     source, target = np.arange(96, dtype=np.uint8), np.zeros(96, np.uint8)
     places = np.array([64, 0, 32], np.uint64)
     sizes = np.array([32, 7, 16], np.uint64)
@@ -134,6 +134,12 @@ def test_each_version_of_the_batched_copy_is_given_what_its_prototype_says(
     assert (told.version, told.stream, told.count, told.flags) == (prototype, STREAM, 3, 0)
 
 
+def test_another_order_of_access_is_only_had_where_it_is_asked_for(library):
+    places, sizes = np.zeros(1, np.uint64), np.zeros(1, np.uint64)
+    assert batched_copies(13000, library)(places, places, sizes, STREAM) == 0
+    assert batched_copies(13000, library, order=3)(places, places, sizes, STREAM) == INVALID_VALUE
+
+
 def test_attributes_that_lie_otherwise_are_noticed(library, monkeypatch):
     """The twin: the order of access is not where the driver looks for it."""
 
@@ -145,15 +151,15 @@ def test_attributes_that_lie_otherwise_are_noticed(library, monkeypatch):
     assert (status, right) == (INVALID_VALUE, False)
 
 
-def test_a_driver_that_does_not_know_it_has_no_batched_copies(library, tmp_path):
+def test_a_driver_that_does_not_know_it_has_nobatched_copies(library, tmp_path):
     known = ctypes.c_int.in_dll(ctypes.CDLL(library), "known")
     known.value = 0
     try:
-        assert _batched_copies(13000, library) is None
+        assert batched_copies(13000, library) is None
     finally:
         known.value = 1
-    assert _batched_copies(13000, str(tmp_path / "libcuda.so.1")) is None
-    assert _batched_copies(13000, "libm.so.6") is None, "before 12.0 there is no way to ask"
+    assert batched_copies(13000, str(tmp_path / "libcuda.so.1")) is None
+    assert batched_copies(13000, "libm.so.6") is None, "before 12.0 there is no way to ask"
 
 
 def test_the_prototypes_are_those_of_cudas_own_headers(tmp_path):

@@ -25,7 +25,7 @@ class Counting:
 class Library:
     """In the place of NVRTC's library: it knows two architectures. status: of all that it does."""
 
-    def __init__(self, status=0):
+    def __init__(self, status=0, compiled=0):
         self.asked = []
 
         def said(number):
@@ -47,9 +47,21 @@ class Library:
             self.asked.append("a program")
             return status
 
+        def size(_program, found):
+            found._obj.value = 9
+            return 0
+
+        def log(_program, text):
+            text.raw = b"nonsense\0"
+            return 0
+
         self.nvrtcGetErrorString, self.nvrtcVersion = said, version
         self.nvrtcGetNumSupportedArchs, self.nvrtcGetSupportedArchs = count, known
         self.nvrtcCreateProgram = create
+        self.nvrtcCompileProgram = lambda *_arguments: compiled
+        self.nvrtcGetProgramLogSize, self.nvrtcGetProgramLog = size, log
+        self.nvrtcGetCUBINSize, self.nvrtcGetCUBIN = size, log
+        self.nvrtcDestroyProgram = lambda _program: self.asked.append("none any more") or 0
 
 
 @pytest.fixture
@@ -101,6 +113,14 @@ def test_what_others_can_write_to_is_not_trusted(compiler, tmp_path, which):
     cubin(90, tmp_path, compiler)
     (path,) = tmp_path.iterdir()
     (tmp_path if which == "folder" else path).chmod(0o777)
+    cubin(90, tmp_path, compiler)
+    assert compiler.calls == 2
+
+
+def test_what_is_another_users_is_not_trusted(compiler, tmp_path, monkeypatch):
+    cubin(90, tmp_path, compiler)
+    user = module.os.getuid()
+    monkeypatch.setattr(module.os, "getuid", lambda: user + 1)
     cubin(90, tmp_path, compiler)
     assert compiler.calls == 2
 
@@ -159,3 +179,11 @@ def test_what_the_compiler_says_goes_wrong_is_told_with_the_remedy(monkeypatch):
     with pytest.raises(ConfigError, match=r"nvrtcCreateProgram says error 7: pip install"):
         Nvrtc(module.Path("libnvrtc.so")).compile(kernel_source(), 90)
     assert library.asked == ["a program"]
+
+
+def test_source_that_is_refused_is_told_and_leaves_no_program(monkeypatch):
+    library = Library(compiled=6)
+    monkeypatch.setattr(module, "_load", lambda _place: library)
+    with pytest.raises(ConfigError, match=r"NVRTC 13\.0 refuses the copy kernel: nonsense"):
+        Nvrtc(module.Path("libnvrtc.so")).compile(kernel_source(), 90)
+    assert library.asked == ["a program", "none any more"]

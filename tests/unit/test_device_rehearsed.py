@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sys
 import time
 from contextlib import closing
@@ -19,6 +20,7 @@ import torch
 from kvtier.device.cpu import CpuStream
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.paths import DEFAULT
+from kvtier.device.torch_driver import TorchDriver
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.device_answers import Answers
 from kvtier.testing.tape import TapeCompute
@@ -119,7 +121,7 @@ def scripts(monkeypatch):
     import engine_gpu
 
     yield device_gpu, device_sizes, engine_gpu
-    for name in ("device_gpu", "device_sizes", "device_order", "engine_gpu"):
+    for name in ("device_gpu", "device_sizes", "device_order", "device_runs", "engine_gpu"):
         del sys.modules[name]
 
 
@@ -127,6 +129,7 @@ def rehearsed(scripts, monkeypatch, **fails):
     """Run all steps; return what was saved after each, and whether all went well."""
     script, sizes, _ = scripts
     monkeypatch.setattr(script, "on_gpu", lambda device: {"engine": device.name})
+    monkeypatch.setattr(shutil, "which", lambda _: None)
     monkeypatch.setattr(script, "TURNS", 1)
     for name, step in fails.items():
         monkeypatch.setattr(script.Bench, name, step)
@@ -149,7 +152,14 @@ def test_each_step_of_what_a_gpu_is_measured_by_runs(scripts, monkeypatch):
     }
     assert all(one["copies_gb_per_s"] > 0 for key, one in found["overlap"].items() if "," in key)
     assert found["ttft"]["tokens"].keys() == {"32"}
+    assert found["near"].keys() == {
+        *("8 runs of 16 KiB", "8 runs of 16 KiB, any order", "8 KiB, 16 in a row joined")
+    }
+    assert found["inside"].keys() == {
+        f"{name}, {role}" for name in ("llama", "mla") for role in ("load", "store")
+    }
     assert found["engine"]
+    assert found["memcheck"] == "not run: there is no compute-sanitizer"
     assert len(found["order"]) == 3
     for rows in found["order"].values():
         waited = {name: right for name, right in rows.items() if name.endswith(", waiting")}
@@ -171,6 +181,72 @@ def test_a_step_that_fails_is_told_and_the_others_are_run(scripts, monkeypatch, 
     assert saved[-1]["link"] == "failed: RuntimeError: out of memory"
     assert saved[-1]["engine"] == {}
     assert "out of memory" in capsys.readouterr().err
+
+
+def test_a_kernel_that_copies_wrong_inside_the_gpu_is_told(scripts, monkeypatch):
+    """Its own tables are made there: addresses that are none would end all that comes after."""
+    import device_runs
+
+    made = device_runs._work
+
+    def shorter(torch, spread, *, into_slot):
+        table, work = made(torch, spread, into_slot=into_slot)
+        return table, work._replace(planes=work.planes - 1)
+
+    monkeypatch.setattr(device_runs, "_work", shorter)
+    rest = {
+        name: lambda _: {}
+        for name in vars(scripts[0].Bench)
+        if name.startswith("step_") and name != "step_inside"
+    }
+    saved, well = rehearsed(scripts, monkeypatch, **rest)
+    assert not well
+    assert "the kernel copied blocks" in saved[-1]["inside"]
+
+
+def test_batched_copies_are_in_any_order_for_as_long_as_that_is_measured(scripts, monkeypatch):
+    import device_runs
+
+    driver = object.__new__(TorchDriver)
+    driver.version, driver.copies = 13000, "in stream order"
+    monkeypatch.setattr(device_runs, "batched_copies", lambda version, *, order: (version, order))
+    seen = []
+
+    def fails():
+        with device_runs.in_any_order(driver):
+            seen.append(driver.copies)
+            raise KeyError("a copy")
+
+    with pytest.raises(KeyError, match="a copy"):
+        fails()
+    assert seen == [(13000, 3)]
+    assert driver.copies == "in stream order"
+
+
+@pytest.mark.parametrize(
+    ("does", "found"),
+    [
+        ("exit 0", "nothing was found"),
+        ("echo Invalid read; exit 9", "Invalid read"),
+        ("exec tail -f /dev/null", "left out: not over"),
+    ],
+)
+def test_what_compute_sanitizer_sees_is_told(scripts, monkeypatch, tmp_path, does, found):
+    import device_runs
+
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{does}\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    look = partial(device_runs.memcheck, 0.2 if "null" in does else SECONDS)
+    if does.endswith("9"):
+        with pytest.raises(RuntimeError, match=f"status 9: {found}"):
+            look()
+    else:
+        assert look().startswith(found)
+    asked = (tmp_path / "asked").read_text()
+    assert "--error-exitcode 9" in asked
+    assert "-k MLA" in asked
 
 
 def test_what_a_gpu_is_measured_by_of_the_engine_runs(scripts, monkeypatch):

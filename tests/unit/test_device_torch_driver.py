@@ -16,6 +16,7 @@ import torch
 
 from kvtier.device import torch_driver as module
 from kvtier.device.driver import Work
+from kvtier.device.paths import Choice, Speed, Table
 from kvtier.device.torch_driver import TorchDriver
 from kvtier.errors import ConfigError
 
@@ -98,22 +99,67 @@ class Kernel:
         self._cupy._said("launch", grid, block, types, self._cupy.current)
 
 
+class Event:
+    """torch's. on: the streams that it was recorded on, in order."""
+
+    def __init__(self):
+        self.on, self.ended = [], False
+
+    def record(self, stream):
+        self.on.append(stream)
+
+    def query(self):
+        return self.ended
+
+
+class Stream:
+    """torch's. waits: for which events, in order."""
+
+    def __init__(self, device):
+        self.device, self.waits, self.cuda_stream = device, [], STREAM
+
+    def wait_event(self, event):
+        self.waits.append(event)
+
+
+class Cuda:
+    """torch.cuda, and torch's own calls, on a stream for each GPU. made: tensors, and where."""
+
+    def __init__(self):
+        self.Event, self.Stream, self.uint8 = Event, Stream, torch.uint8
+        self.device, self.cuda, self.made = torch.device, self, []
+        self._current = {index: Stream(torch.device("cuda", index)) for index in range(2)}
+
+    def get_device_properties(self, index):
+        assert index == 1
+        return SimpleNamespace(name="a GPU", multi_processor_count=132, major=9, minor=0)
+
+    def current_stream(self, device):
+        return self._current[device.index]
+
+    @contextlib.contextmanager
+    def stream(self, stream):
+        before = self._current[stream.device.index]
+        self._current[stream.device.index] = stream
+        yield
+        self._current[stream.device.index] = before
+
+    def empty(self, nbytes, *, dtype, device=None, pin_memory=False):
+        on = None if device is None else self.current_stream(device)
+        self.made.append((nbytes, device, pin_memory, on))
+        return torch.zeros(nbytes, dtype=dtype)
+
+
 @pytest.fixture
 def made(monkeypatch, tmp_path):
-    def make(cupy, index=1):
-        properties = SimpleNamespace(name="a GPU", multi_processor_count=132, major=9, minor=0)
-        cuda = SimpleNamespace(get_device_properties=lambda _: properties)
-        monkeypatch.setattr(
-            module,
-            "torch_for_gpu",
-            lambda *_: SimpleNamespace(cuda=cuda, device=torch.device),
-        )
+    def make(cupy, index=1, batch=None):
+        monkeypatch.setattr(module, "torch_for_gpu", lambda *_: Cuda())
         monkeypatch.setattr(module, "_cupy", lambda: cupy)
         monkeypatch.setattr(module, "Nvrtc", lambda newest: f"of CUDA {newest}")
         monkeypatch.setattr(
             module, "cubin", lambda architecture, _folder, by: f"{architecture} {by}".encode()
         )
-        monkeypatch.setattr(module, "_batched_copies", lambda _version: None)
+        monkeypatch.setattr(module, "batched_copies", lambda _version: batch)
         return TorchDriver(index, tmp_path)
 
     return make
@@ -165,12 +211,85 @@ def test_a_batched_copy_has_a_context_on_any_thread(made):
     cupy = Cupy()
     driver = made(cupy)
     cupy.calls.clear()
-    driver._batch = lambda *given: cupy._said("batch", given[3]) or 0
+    driver.copies = lambda *given: cupy._said("batch", given[3]) or 0
     driver.batch(stream(), np.zeros((3, 2), np.uint64))
     assert cupy.calls == [("setDevice", 1), ("batch", STREAM)]
-    driver._batch = lambda *_: 201
+    driver.copies = lambda *_: 201
     with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync of 2 runs: CUDA error 201"):
         driver.batch(stream(), np.zeros((3, 2), np.uint64))
+
+
+# -------------------------------------------------------------------------------- torch's calls
+
+MINE = torch.device("cuda", 1)
+
+
+def test_streams_are_new_ones_of_the_drivers_own_gpu(made):
+    driver = made(Cupy())
+    first, second = driver.stream(), driver.stream()
+    assert first is not second
+    assert first.device == second.device == MINE
+
+
+def test_each_moment_has_an_event_of_its_own_that_is_recorded_once(made):
+    driver = made(Cupy())
+    stream, other = driver.stream(), driver.stream()
+    before, after = (driver.record(one) for one in (stream, other))
+    assert (before.event.on, after.event.on) == ([stream], [other])
+    assert not before.done()
+    before.event.ended = True
+    assert before.done()
+    assert not after.done()
+
+
+def test_a_stream_waits_for_an_event_and_for_nothing_else(made):
+    driver = made(Cupy())
+    stream, event = driver.stream(), driver.record(driver.stream())
+    driver.wait(stream, event)
+    assert stream.waits == [event.event]
+    with pytest.raises(ConfigError, match="is no event of torch"):
+        driver.wait(stream, SimpleNamespace(done=lambda: True))
+
+
+def test_what_the_caller_computes_is_what_its_current_stream_has(made):
+    driver = made(Cupy())
+    engines = Stream(MINE)
+    with driver._torch.cuda.stream(engines):
+        assert driver.caller().event.on == [engines]
+        event = driver.record(driver.stream())
+        driver.hold(event)
+    assert engines.waits == [event.event]
+
+
+def test_memory_is_the_streams_own_and_the_hosts_is_pinned(made):
+    driver = made(Cupy())
+    stream = driver.stream()
+    buffer, host = driver.memory(100, stream), driver.host(200)
+    assert driver._torch.made == [(100, MINE, False, stream), (200, None, True, None)]
+    assert buffer.address == buffer._tensor.data_ptr()
+    assert (host.nbytes, host.dtype) == (200, np.uint8)
+
+
+def test_where_a_gpu_is_on_the_bus_says_which_memory_is_near(made, monkeypatch):
+    monkeypatch.setattr(module, "gpu_node", {"0000:01:00.0": 3}.get)
+    assert made(Cupy()).node == 3
+
+
+def testbatched_copies_are_had_where_the_driver_has_them(made):
+    assert not made(Cupy()).batches
+    assert made(Cupy(), batch=lambda *_: 0).batches
+    with pytest.raises(ConfigError, match="has no batched copies"):
+        made(Cupy()).batch(stream(), np.zeros((3, 2), np.uint64))
+
+
+def test_the_device_chooses_by_what_was_measured_for_its_gpu(made, monkeypatch, tmp_path):
+    driver = made(Cupy())
+    monkeypatch.setattr(module, "TorchDriver", lambda _index, _folder: driver)
+    choice = Choice("direct", 5)
+    for gpu, found in (("another GPU", Choice("staged")), (driver.name, choice)):
+        Table(gpu, (Speed("store", 4096, 64, choice, 40.0),)).keep(tmp_path)
+        device = module.cuda_device(1, folder=tmp_path)
+        assert device._choose("store", 64 * 4096, 64) == found
 
 
 # ------------------------------------------------------------------------------- what is refused
