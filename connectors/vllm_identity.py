@@ -165,6 +165,7 @@ class Identities:
 
     def __init__(self) -> None:
         self._adapters: dict[tuple[object, ...], bytes] = {}
+        self._loaded: dict[int, bytes] = {}  # by vLLM's number; "": who knows what
 
     def of(self, request: Any) -> Request | None:
         """Return what tells a request from others with its tokens; None: not to be cached."""
@@ -190,7 +191,11 @@ class Identities:
         return Request(adapter=adapter, salt=salt, spans=tuple(spans))
 
     def _adapter(self, lora: Any) -> bytes | None:
-        """Return the digest of an adapter's files; None where they are not on this machine."""
+        """Return the digest of an adapter's files.
+
+        None where they are not on this machine, and from then on where they are others than before:
+        what vLLM has loaded under a number it keeps, unless a request says to load it anew.
+        """
         try:
             paths = sorted(path for path in Path(lora.lora_path).iterdir() if path.is_file())
             stats = [(path.name, path.stat()) for path in paths]
@@ -200,7 +205,17 @@ class Identities:
         except OSError as error:
             _log.warning("requests of adapter %s are not cached: %s", lora.lora_name, error)
             return None
-        return self._adapters[key]
+        digest, number = self._adapters[key], lora.lora_int_id
+        loaded = digest if lora.load_inplace else self._loaded.get(number, digest)
+        if loaded and loaded != digest:
+            _log.warning(
+                "requests of adapter %s are not cached any more: its files at %s are not those "
+                "that vLLM has loaded as number %d; load them under a new name",
+                *(lora.lora_name, lora.lora_path, number),
+            )
+        same = loaded == digest
+        self._loaded[number] = digest if same else b""
+        return digest if same else None
 
 
 def _content(paths: list[Path]) -> bytes:

@@ -308,25 +308,43 @@ def test_requests_are_told_apart_by_all_that_changes_their_kv():
     assert identities.of(request(mm_features=[feature("x")])) == found[3]
 
 
+def adapter(folder: Path, number: int, content: bytes, **more: bool) -> SimpleNamespace:
+    """Return a request of an adapter, as number so and so of vLLM's."""
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter.safetensors").write_bytes(content)
+    plain = {"lora_name": folder.name, "lora_path": str(folder), "load_inplace": False}
+    return request(lora_request=SimpleNamespace(lora_int_id=number, **{**plain, **more}))
+
+
 def test_adapters_are_told_by_content_not_by_name(tmp_path: Path):
     identities = Identities()
-
-    def adapter(name: str, content: bytes) -> SimpleNamespace:
-        folder = tmp_path / name
-        folder.mkdir(exist_ok=True)
-        (folder / "adapter.safetensors").write_bytes(content)
-        lora = SimpleNamespace(lora_name=name, lora_path=str(folder))
-        return request(lora_request=lora)
-
-    one, same, other = adapter("a", b"1"), adapter("b", b"1"), adapter("c", b"2")
+    one, same = adapter(tmp_path / "a", 1, b"1"), adapter(tmp_path / "b", 2, b"1")
+    other = adapter(tmp_path / "c", 3, b"2")
     assert identities.of(one) == identities.of(same) != identities.of(request())
-    assert identities.of(other) != identities.of(one)
-    before = identities.of(one)
-    assert identities.of(adapter("a", b"changed")) != before
+    assert None is not identities.of(other) != identities.of(one)
+
+
+def test_an_adapter_that_changes_under_vllm_is_not_cached_any_more(tmp_path: Path, caplog):
+    """VLLM goes on with what it has loaded; whoever loads the new files would be given that KV."""
+    identities, folder = Identities(), tmp_path / "a"
+    assert identities.of(adapter(folder, 1, b"old"))
+    for content in (b"newer", b"old", b"newest"):  # vLLM may have loaded any of them meanwhile
+        assert identities.of(adapter(folder, 1, content)) is None
+    assert caplog.text.count("load them under a new name") == 1
+    assert identities.of(adapter(folder, 2, b"newest"))
+    assert identities.of(adapter(tmp_path / "b", 2, b"another")) is None
+
+
+def test_one_that_vllm_is_told_to_load_anew_is_another(tmp_path: Path):
+    identities, folder = Identities(), tmp_path / "a"
+    before = identities.of(adapter(folder, 1, b"old"))
+    after = identities.of(adapter(folder, 1, b"newer", load_inplace=True))
+    assert None is not after != before
+    assert identities.of(adapter(folder, 1, b"newer")) == after
 
 
 def test_what_cannot_be_told_apart_is_not_cached(tmp_path: Path, caplog):
-    gone = SimpleNamespace(lora_name="far", lora_path=str(tmp_path / "none"))
+    gone = SimpleNamespace(lora_name="far", lora_path=str(tmp_path / "none"), lora_int_id=1)
     assert Identities().of(request(lora_request=gone)) is None
     assert "requests of adapter far are not cached" in caplog.text
     assert Identities().of(request(resumable=True)) is None
