@@ -150,6 +150,9 @@ class VllmSteps:
     def load(self, request: SimpleNamespace, *tables: list[int]) -> dict[str, tuple[int, ...]]:
         """Load what is offered; return what failed."""
         offered, later = self.scheduler.match(request, 0)
+        while offered is None:  # as a daemon's answer on a busy machine, which vLLM asks for again
+            self.step()
+            offered, later = self.scheduler.match(request, 0)
         assert offered and later, "nothing is offered"  # noqa: PT018
         self.allot(request, *tables)
         blocks = SimpleNamespace(get_block_ids=lambda: tuple(tables))
