@@ -7,20 +7,18 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from operator import sub
 from typing import Any, Final
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from kvtier.device.base import Copy, Fence, Role, Stream, block_runs
 from kvtier.device.layout import byte_pages
+from kvtier.device.rows import copy_rows, rows_of, scattered
 from kvtier.errors import ConfigError, MisuseError
 
 _CLOSE_SECONDS: Final = 10.0
 _LOOK_SECONDS: Final = 1.0
-_FEW: Final = 8  # blocks of a run, on all planes, whose copy takes no longer than a call for it
 _log = logging.getLogger("kvtier")
 
 
@@ -224,15 +222,13 @@ def _copy_all(copies: Sequence[Copy], *, into_slot: bool) -> None:
 
 
 def _copy(copy: Copy, *, into_slot: bool) -> None:
-    tensors = list(copy.tensors())
-    if _scattered(copy, len(tensors)) and all(_even(pages) for pages, _ in tensors):
-        ids, move = np.array(copy.blocks), _gather if into_slot else _scatter
-        whole = np.dtype(f"V{copy.pages.shape[2]}")  # made once, for tensors by the dozen
-        for pages, slot in tensors:
-            move(pages.view(whole)[..., 0], ids, slot.view(whole)[..., 0])
+    if scattered(copy) and (rows := rows_of(copy.pages)):
+        copy_rows(rows, copy, into_slot=into_slot)
         return
-    runs = list(block_runs(copy.blocks))
-    for pages, slot in tensors:
+    runs, count = list(block_runs(copy.blocks)), copy.pages.shape[1]
+    if runs and max(copy.blocks) >= count:  # before any of them is copied
+        raise MisuseError(f"blocks up to {max(copy.blocks)} do not match pages of {count}")
+    for pages, slot in copy.tensors():
         _copy_runs(pages, runs, slot, into_slot=into_slot)
 
 
@@ -248,51 +244,3 @@ def _copy_runs(
         if some.shape != part.shape:  # numpy would repeat one block in the place of many
             raise MisuseError(f"blocks {some.shape} do not match their slot {part.shape}")
         np.copyto(*((part, some) if into_slot else (some, part)))
-
-
-def _scattered(copy: Copy, tensors: int) -> bool:
-    """Say whether one call a tensor for all blocks is faster than one for each run of them.
-
-    So it is for runs of few blocks on all planes of a tensor, and for single ones on however many.
-    Not for holes; and what is wrong is left to the copy by runs.
-    """
-    blocks, (planes, count, size) = copy.blocks, copy.pages.shape
-    runs = len(blocks) - list(map(sub, blocks[1:], blocks)).count(1)
-    few = planes * len(blocks) <= _FEW * tensors * runs
-    return (
-        runs > 1
-        and (few or 2 * runs > len(blocks))
-        and copy.slot.shape == (planes, len(blocks), size)
-        and copy.slot.size > 0
-        and 0 <= min(blocks) <= max(blocks) < count
-    )
-
-
-def _even(pages: NDArray[np.uint8]) -> bool:
-    """Say whether blocks lie whole blocks apart, along planes as well: ``_gather`` counts so."""
-    (along, across, _), size = pages.strides, pages.shape[2]
-    return pages.flags.c_contiguous or bool(
-        along % size == across % size == 0 <= min(along, across)
-    )
-
-
-def _gather(pages: NDArray[np.void], ids: NDArray[np.int64], slot: NDArray[np.void]) -> None:
-    """Copy blocks [planes, blocks], each one item, into a slot, by ``take``.
-
-    It would first copy all of what it takes from, every page, or into, that is not in one piece.
-    ``np.take`` is a microsecond slower.
-    """
-    if pages.flags.c_contiguous and slot.flags.c_contiguous:
-        pages.take(ids, 1, slot, "clip")  # in range, and "raise" would copy twice
-        return
-    (planes, count), size = pages.shape, pages.itemsize
-    along, across = (stride // size for stride in pages.strides)
-    memory = as_strided(pages, ((planes - 1) * along + (count - 1) * across + 1,), (size,))
-    places = np.arange(planes)[:, None] * along + ids * across
-    once = slot.flags.c_contiguous
-    for part, some in [(slot, places)] if once else zip(slot, places, strict=True):
-        memory.take(some, None, part, "clip")
-
-
-def _scatter(pages: NDArray[np.void], ids: NDArray[np.int64], slot: NDArray[np.void]) -> None:
-    pages[:, ids] = slot

@@ -23,7 +23,7 @@ class Stack:
     as far apart in each. begins: where each plane begins, uint64 [planes]. Immutable.
     """
 
-    __slots__ = ("_first", "begins", "shape", "strides", "tensors")
+    __slots__ = ("__weakref__", "_first", "begins", "shape", "strides", "tensors")
 
     def __init__(self, tensors: Sequence[Bytes], begins: NDArray[np.uint64]) -> None:
         self.tensors = tuple(tensors)

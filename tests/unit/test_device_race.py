@@ -73,7 +73,7 @@ def test_a_device_that_is_not_checked_has_nothing_of_it():
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True
     )
-    inner = ("base", "cpu", "layout", "stack")
+    inner = ("base", "cpu", "layout", "rows", "stack")
     names = ("kvtier.device", *(f"kvtier.device.{name}" for name in inner))
     assert sorted(ast.literal_eval(done.stdout)) == sorted(names)
 

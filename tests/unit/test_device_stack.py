@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import closing
 
 import numpy as np
 import pytest
 
+from kvtier.device import rows
 from kvtier.device.base import HOLE, Copy
 from kvtier.device.chaos import ORDERS, ChaosDevice
 from kvtier.device.cpu import CpuDevice
@@ -67,6 +69,72 @@ def test_a_slot_of_more_or_fewer_planes_is_refused(planes, make):
         fence = device.gather(device.stream("store"), [Copy(tensors(memory()), (1, 2), slot)], ())
         with pytest.raises(MisuseError, match="do not match their slot"):
             fence.wait(SECONDS)
+
+
+UNEVEN = {  # how tensors of two planes, one, and three lie
+    "in one piece": lambda one: one.copy(),
+    "planes apart": lambda one: one,
+    "blocks among others": lambda one: np.repeat(one, 2, 1)[:, ::2],
+    "odd gaps": lambda one: np.concatenate([one, one[:, :, :8]], 2)[:, :, :BYTES],
+}
+
+
+@pytest.mark.parametrize("blocks", [(7, 0, 3), (7, 0, 3, 4), (0, 0, 5)], ids=str)
+@pytest.mark.parametrize("cut", [slice(0, 6), slice(2, 6), slice(1, 5), slice(2, 3)], ids=str)
+@pytest.mark.parametrize("part", [slice(None), slice(1, -1)], ids=["a slot", "a part of one"])
+@pytest.mark.parametrize("lies", UNEVEN.values(), ids=UNEVEN)
+def test_tensors_of_more_or_fewer_planes_are_copied_by_planes(blocks, cut, part, lies):
+    whole = memory()[:, 1:]
+    each = [lies(whole[low:high]) for low, high in ((0, 2), (2, 3), (3, 6))]
+    (stack,) = stacked(each)
+    count = len(blocks) + (2 if part.stop else 0)
+    slot = np.full((PLANES, count, BYTES), 0xAB, np.uint8)
+    expected = slot.copy()
+    expected[cut, part] = np.concatenate(each)[cut][:, blocks]
+    with closing(CpuDevice()) as device:
+        out = Copy(stack, blocks, slot[:, part]).cut(cut)
+        assert device.gather(device.stream("store"), [out], ()).wait(SECONDS)
+        assert np.array_equal(slot, expected)
+        slot[:] = np.random.default_rng(2).integers(0, 200, slot.shape, np.uint8)
+        expected = np.concatenate(each)
+        expected[cut, blocks] = slot[cut, part]
+        back = device.scatter(device.stream("load"), [[out]], ())
+        assert back[-1].wait(SECONDS)
+    assert np.array_equal(np.concatenate(each), expected)
+
+
+def test_rows_are_made_once_as_long_as_a_stack_is_there():
+    whole, before = memory(), len(rows._kept)
+    (stack,) = stacked([whole[at : at + 2] for at in (0, 2, 4)])
+    found = rows.rows_of(stack)
+    assert rows.rows_of(stack) is found
+    assert [one.memory.ctypes.data for one in found] == [whole[at].ctypes.data for at in (0, 2, 4)]
+    assert len({id(one.planes) for one in found}) == 1, "what is the same for all, once"
+    assert [len(one.planes) for one in rows.rows_of(stack[1:6])] == [1, 2, 2]
+    del stack
+    gc.collect()
+    assert len(rows._kept) == before
+
+
+def test_where_one_tensor_lies_oddly_none_has_a_row():
+    assert rows.rows_of(tensors(memory())) == ()
+
+
+@pytest.mark.parametrize("blocks", [(7, 0, BLOCKS), (7, 0, -2), (BLOCKS + 3,), (-2, HOLE)])
+@pytest.mark.parametrize("make", DEVICES.values(), ids=DEVICES)
+@pytest.mark.parametrize("of", [lambda whole: whole, tensors], ids=["one tensor", "several"])
+def test_of_blocks_one_of_which_is_not_there_none_is_copied(blocks, make, of):
+    whole = memory()
+    pages = of(whole)
+    slot = np.full((len(pages), len(blocks), BYTES), 0xAB, np.uint8)
+    with closing(make()) as device:
+        copy = Copy(pages, blocks, slot)
+        back = device.scatter(device.stream("load"), [[copy]], ())
+        for fence in (device.gather(device.stream("store"), [copy], ()), *back):
+            with pytest.raises(MisuseError, match="do not match"):
+                fence.wait(SECONDS)
+    assert np.array_equal(whole, memory())
+    assert (slot == 0xAB).all()
 
 
 def racing(plane: int) -> bool:
