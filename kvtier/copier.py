@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
@@ -134,7 +135,7 @@ class Pages:
         if os.getpid() != self._pid:
             raise MisuseError("bound KV does not cross fork; open a cache in the child")
         check_kind("a plan", plan, CopyPlan)
-        blocks = tuple(dict.fromkeys(block for part in plan.parts for block in part.blocks))
+        blocks = tuple(dict.fromkeys(chain.from_iterable(part.blocks for part in plan.parts)))
         memory = self._arena.of(plan.arena, plan.id)
         if memory is None:
             return blocks, None

@@ -11,7 +11,7 @@ import contextlib
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Final, Literal, NamedTuple, get_args
 
@@ -88,6 +88,12 @@ class ChaosStream(CpuStream):
     def wait(self, fence: Fence) -> None:
         """See Stream. What the fence raises, the next fence of this stream raises."""
         self._append(_Item(fence, partial(_look, fence)))
+
+    def submit(
+        self, after: Sequence[Fence], groups: Iterable[Iterable[Callable[[], None]]]
+    ) -> list[CpuFence]:
+        """See CpuStream. Piece by piece: time may pass between any two."""
+        return self._each(after, groups)
 
     def step(self) -> None:
         """Do the next piece of work. Called by the schedule."""
@@ -237,19 +243,21 @@ class ChaosDevice(CpuDevice):
     def _stream(self, name: str) -> ChaosStream:
         return ChaosStream(name, self._schedule)
 
-    def _enqueue(self, stream: CpuStream, copies: Sequence[Copy], *, into_slot: bool) -> None:
-        """Append poison and pieces of any order, copy by copy. What does not fit is left whole."""
-        for copy in copies:
+    def _works(
+        self, groups: Sequence[Sequence[Copy]], index: int, *, into_slot: bool
+    ) -> Iterator[Callable[[], None]]:
+        """Yield poison and pieces of any order, copy by copy. What does not fit is left whole."""
+        for copy in groups[index]:
             blocks, shape = copy.blocks, copy.pages.shape
             fits = copy.slot.shape == (shape[0], len(blocks), shape[2])
             pieces = [copy]
             if fits and blocks and shape[0] and 0 <= min(blocks) <= max(blocks) < shape[1]:
                 each = list(copy.tensors())
-                stream.enqueue(partial(_poison, each, blocks, into_slot=into_slot))
+                yield partial(_poison, each, blocks, into_slot=into_slot)
                 pieces = [one for some, slot in each for one in self._pieces(some, blocks, slot)]
                 self._schedule.rng.shuffle(pieces)
             for piece in pieces:
-                super()._enqueue(stream, [piece], into_slot=into_slot)
+                yield from super()._works([[piece]], 0, into_slot=into_slot)
 
     def _pieces(self, pages: Bytes, blocks: Sequence[int], slot: Bytes) -> list[Copy]:
         planes, _, size = pages.shape

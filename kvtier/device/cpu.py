@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.device.base import Copy, Fence, Role, Stream, block_runs
+from kvtier.device.base import Copy, Fence, PlaneGroups, Role, Stream, block_runs
 from kvtier.device.layout import byte_pages
 from kvtier.device.rows import copy_rows, rows_of, scattered
 from kvtier.errors import ConfigError, MisuseError
@@ -23,41 +24,38 @@ _log = logging.getLogger("kvtier")
 
 
 class CpuFence:
-    """See Fence."""
+    """See Fence.
 
-    __slots__ = ("_done", "error")
+    It waits on a lock that is held until it is done: ``threading.Event`` takes ten times as long to
+    make, and each copy has two fences.
+    """
+
+    __slots__ = ("_held", "error", "settled")
 
     def __init__(self) -> None:
-        self._done = threading.Event()
+        self._held = threading.Lock()
+        self._held.acquire()
         self.error: BaseException | None = None
-
-    @property
-    def settled(self) -> bool:
-        """Say whether it is done, however that ended."""
-        return self._done.is_set()
+        self.settled = False  # done, however that ended
 
     def done(self) -> bool:
         """See Fence."""
-        if not self._done.is_set():
-            return False
-        self._raise()
-        return True
+        if self.settled and self.error is not None:
+            raise self.error
+        return self.settled
 
     def wait(self, timeout: float) -> bool:
         """See Fence."""
-        if not self._done.wait(timeout):
-            return False
-        self._raise()
-        return True
+        if not self.settled and self._held.acquire(timeout=max(timeout, 0.0)):
+            self._held.release()  # for who else waits
+        return CpuFence.done(self)
 
     def settle(self, error: BaseException | None = None) -> None:
-        """Mark it done; called by the stream that recorded it."""
-        self.error = error
-        self._done.set()
-
-    def _raise(self) -> None:
-        if self.error is not None:
-            raise self.error
+        """Mark it done, once; called by the stream that recorded it."""
+        if not self.settled:
+            self.error = error
+            self.settled = True
+            self._held.release()
 
 
 class CpuStream:
@@ -65,9 +63,10 @@ class CpuStream:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[deque[Callable[[], None]] | None] = queue.SimpleQueue()
+        self._together: deque[Callable[[], None]] | None = None  # what ``submit`` puts
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._error: BaseException | None = None
         self._closed = False
 
@@ -93,6 +92,9 @@ class CpuStream:
 
     def wait(self, fence: Fence) -> None:
         """See Stream."""
+        if isinstance(fence, CpuFence) and fence.settled and fence.error is None:
+            self._check_open()
+            return
 
         def block() -> None:
             while not fence.wait(_LOOK_SECONDS):
@@ -100,6 +102,23 @@ class CpuStream:
                     raise MisuseError(f"stream {self._name} closed before a fence was done")
 
         self.enqueue(block)
+
+    def submit(
+        self, after: Sequence[Fence], groups: Iterable[Iterable[Callable[[], None]]]
+    ) -> list[CpuFence]:
+        """Append groups of work, each after the fences; return a fence for each.
+
+        The thread is woken once for all of it: that takes longer than all else here.
+        """
+        with self._lock:
+            works: deque[Callable[[], None]] = deque()
+            self._together = works
+            try:
+                return self._each(after, groups)
+            finally:
+                self._together = None
+                if works:
+                    self._wake(works)
 
     def close(self) -> None:
         """Do what is queued, bounded, and end the thread. Idempotent."""
@@ -112,27 +131,49 @@ class CpuStream:
         if self._thread.is_alive():
             _log.warning("%s still hangs at close; it is left behind", self._thread.name)
 
+    def _each(
+        self, after: Sequence[Fence], groups: Iterable[Iterable[Callable[[], None]]]
+    ) -> list[CpuFence]:
+        fences: list[CpuFence] = []
+        for works in groups:
+            for fence in after:  # for each: one that failed holds back all groups
+                self.wait(fence)
+            for work in works:
+                self.enqueue(work)
+            fences.append(self.record())
+        return fences
+
     def _fence(self) -> CpuFence:
         return CpuFence()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise MisuseError(f"stream {self._name} is closed")
+
     def _put(self, work: Callable[[], None]) -> None:
         with self._lock:
-            if self._closed:
-                raise MisuseError(f"stream {self._name} is closed")
-            self._work.put(work)
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name=f"kvtier-{self._name}", daemon=True
-                )
-                self._thread.start()
+            self._check_open()
+            if self._together is not None:
+                self._together.append(work)
+            else:
+                self._wake(deque((work,)))
+
+    def _wake(self, works: deque[Callable[[], None]]) -> None:
+        """Put work into the queue. Called under the lock."""
+        self._work.put(works)
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name=f"kvtier-{self._name}", daemon=True
+            )
+            self._thread.start()
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            except BaseException as error:  # noqa: BLE001  (the next fence raises it)
-                self._error = self._error or error
-            del work  # or the slots that it copied are held until the next one comes
+        while (works := self._work.get()) is not None:
+            while works:
+                try:
+                    works.popleft()()  # kept nowhere, or the slots that it copied would be
+                except BaseException as error:  # noqa: BLE001  (the next fence raises it)
+                    self._error = self._error or error
 
 
 class CpuDevice:
@@ -173,37 +214,43 @@ class CpuDevice:
 
     def gather(self, stream: Stream, copies: Sequence[Copy], after: Sequence[Fence]) -> Fence:
         """See Device."""
-        queued = self._after(stream, after)
-        self._enqueue(queued, _frozen(copies), into_slot=True)
-        return queued.record()
+        (fence,) = self._submit(stream, [_frozen(copies)], after, into_slot=True)
+        return fence
 
     def scatter(
         self, stream: Stream, groups: Sequence[Sequence[Copy]], after: Sequence[Fence]
     ) -> list[Fence]:
         """See Device."""
-        fences: list[Fence] = []
-        for copies in groups:
-            queued = self._after(stream, after)  # for each: one that failed holds back all groups
-            self._enqueue(queued, _frozen(copies), into_slot=False)
-            fences.append(queued.record())
-        return fences
+        kept: Sequence[Sequence[Copy]]
+        if isinstance(groups, PlaneGroups):  # which are cut into groups on the stream's thread
+            kept = PlaneGroups(_frozen(groups.copies), groups.cuts, len(groups))
+        else:
+            kept = [_frozen(copies) for copies in groups]
+        return self._submit(stream, kept, after, into_slot=False)
 
     def close(self) -> None:
         """See Device."""
         for stream in self._streams.values():
             stream.close()
 
-    def _enqueue(self, stream: CpuStream, copies: Sequence[Copy], *, into_slot: bool) -> None:
-        """Append copies to a stream."""
-        stream.enqueue(partial(_copy_all, copies, into_slot=into_slot))
-
-    @staticmethod
-    def _after(stream: Stream, after: Sequence[Fence]) -> CpuStream:
+    def _submit(
+        self,
+        stream: Stream,
+        groups: Sequence[Sequence[Copy]],
+        after: Sequence[Fence],
+        *,
+        into_slot: bool,
+    ) -> list[Fence]:
         if not isinstance(stream, CpuStream):
             raise MisuseError("the CPU device takes its own streams only")
-        for fence in after:
-            stream.wait(fence)
-        return stream
+        each = (self._works(groups, index, into_slot=into_slot) for index in range(len(groups)))
+        return [*stream.submit(after, each)]
+
+    def _works(
+        self, groups: Sequence[Sequence[Copy]], index: int, *, into_slot: bool
+    ) -> Iterable[Callable[[], None]]:
+        """Return the work of a group of copies, piece by piece."""
+        return (partial(_copy_group, groups, index, into_slot=into_slot),)
 
 
 def _frozen(copies: Sequence[Copy]) -> list[Copy]:
@@ -214,6 +261,10 @@ def _frozen(copies: Sequence[Copy]) -> list[Copy]:
         else Copy(copy.pages, tuple(copy.blocks), copy.slot)
         for copy in copies
     ]
+
+
+def _copy_group(groups: Sequence[Sequence[Copy]], index: int, *, into_slot: bool) -> None:
+    _copy_all(groups[index], into_slot=into_slot)
 
 
 def _copy_all(copies: Sequence[Copy], *, into_slot: bool) -> None:

@@ -95,7 +95,7 @@ def test_a_block_table_may_change_once_the_copy_is_enqueued(make):
 def test_unless_its_ids_were_not_taken_down(make, monkeypatch):
     """The twin."""
     monkeypatch.setattr(cpu, "_frozen", lambda copies: copies)
-    monkeypatch.setattr(ChaosDevice, "_enqueue", CpuDevice._enqueue)
+    monkeypatch.setattr(ChaosDevice, "_works", CpuDevice._works)
     assert not np.array_equal(*copied_while_the_table_changes(make()))
 
 
@@ -214,7 +214,7 @@ def test_a_copy_is_seen_half_done_and_its_target_poisoned():
 
 def test_whole_copies_would_never_be_seen_half_done(monkeypatch):
     """The twin."""
-    monkeypatch.setattr(ChaosDevice, "_enqueue", CpuDevice._enqueue)
+    monkeypatch.setattr(ChaosDevice, "_works", CpuDevice._works)
     for seed in SEEDS:
         with closing(ChaosDevice(seed, "random")) as device:
             source, target = pages(), slot(8)
