@@ -149,7 +149,8 @@ def _show(findings: Sequence[Finding], *, as_json: bool) -> None:
     from kvtier.cli.screen import screen
 
     console = screen()
-    marks = {"ok": ("✓", "green"), "limited": ("!", "yellow"), "missing": ("✗", "red")}
+    yes, no = ("+", "-") if console.options.ascii_only else ("✓", "✗")
+    marks = {"ok": (yes, "green"), "limited": ("!", "yellow"), "missing": (no, "red")}
     for finding in findings:
         mark, colour = marks[finding.state]
         head = Text(f"{mark} ", style=colour).append(f"{finding.name}: ", style="bold")

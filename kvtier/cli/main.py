@@ -12,6 +12,7 @@ from typing import Any, Final, NoReturn
 import click
 
 import kvtier
+from kvtier.checks import shown
 from kvtier.cli.interrupts import FATAL, INTERRUPTED
 from kvtier.cli.output import drop_stdout
 from kvtier.errors import KvtierError, unknown
@@ -88,8 +89,8 @@ def run(args: Sequence[str] | None = None) -> int:
         return _bad_input(error.format_message())
     except click.Abort:
         return INTERRUPTED
-    except KvtierError as error:
-        return _bad_input(str(error))
+    except (KvtierError, UnicodeEncodeError) as error:
+        return _bad_input(_cause(error))
     except OSError as error:
         if error.errno not in _UNWRITTEN:
             raise
@@ -111,6 +112,12 @@ def main() -> NoReturn:
 
 def _parameters(error: click.NoSuchOption) -> list[click.Parameter]:
     return error.ctx.command.get_params(error.ctx) if error.ctx is not None else []
+
+
+def _cause(error: KvtierError | UnicodeEncodeError) -> str:
+    if isinstance(error, UnicodeEncodeError):
+        return f"{shown(error.object)} is no UTF-8, as all text is here; rename it"
+    return str(error)
 
 
 def _bad_input(message: str) -> int:

@@ -21,7 +21,8 @@ def show(report: Report) -> None:
     """Print the report on stdout: how fast, then from where, each in 80 columns if it can be."""
     console = screen()
     title = f"{report.workload}, {report.arms[0].requests} requests an arm"
-    for table in (_times_table(report), _sources_table(report)):
+    times = _times_table(report, plain=console.options.ascii_only)
+    for table in (times, _sources_table(report)):
         table.title, title = title, ""
         print_table(console, table)
     for line in _notes(report):
@@ -37,7 +38,9 @@ def _table(*columns: str) -> Table:
     return table
 
 
-def _times_table(report: Report) -> Table:
+def _times_table(report: Report, *, plain: bool) -> Table:
+    """Return how fast the arms were. plain: in ASCII."""
+    yes, no = ("same", "other") if plain else ("✓ same", "✗ other")
     table = _table("TTFT p50", "p99", "", "sooner", "TPOT p50")
     table.add_column("answers")
     slowest = max(arm.ttft_ms.p50 for arm in report.arms)
@@ -47,10 +50,10 @@ def _times_table(report: Report) -> Table:
             arm.name,
             _ms(arm.ttft_ms.p50),
             _ms(arm.ttft_ms.p99),
-            _bar(arm.ttft_ms.p50 / slowest),
+            _bar(arm.ttft_ms.p50 / slowest, plain=plain),
             _times(arm.times_sooner_than_recompute),
             _ms(arm.tpot_ms.p50) if arm.tpot_ms else "",
-            "✓ same" if arm.tokens_sha256 == right else "✗ other",
+            yes if arm.tokens_sha256 == right else no,
         )
     return table
 
@@ -163,7 +166,9 @@ def _spread(found: Ratio) -> str:
     return f"{found.median:.3f} ({found.low:.3f} to {found.high:.3f}, {found.pairs} pairs)"
 
 
-def _bar(share: float) -> str:
+def _bar(share: float, *, plain: bool) -> str:
+    if plain:
+        return "#" * math.ceil(share * _BAR)
     eighths = max(1, math.ceil(share * _BAR * 8))
     return "█" * (eighths // 8) + (_EIGHTHS[eighths % 8 - 1] if eighths % 8 else "")
 

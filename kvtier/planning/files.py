@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import os
 import re
 import stat
 import tomllib
@@ -38,8 +39,8 @@ class TraceFiles:
 
     @property
     def name(self) -> str:
-        """That name."""
-        return self.path.name
+        """That name; what is no UTF-8 in it as an escape."""
+        return self.path.name.encode(errors="backslashreplace").decode()
 
     def block_tokens(self, given: int | None) -> int:
         """Return the tokens of a block: as given, or as recorded; 512 where neither says it."""
@@ -133,7 +134,7 @@ def _apart(group: dict[int, Path], wanted: dict[Path, None]) -> list[TraceFiles]
     for number in sorted(group, reverse=True):
         path = group[number]
         found = _RECORDING.search(_head(path)) if len(group) > 1 else None
-        recordings.setdefault(found[1] if found else str(path).encode(), []).append(path)
+        recordings.setdefault(found[1] if found else os.fsencode(path), []).append(path)
     others = [paths for paths in recordings.values() if not any(path in wanted for path in paths)]
     left = tuple(path for paths in others for path in paths)
     found_all = [tuple(paths) for paths in recordings.values() if paths not in others]

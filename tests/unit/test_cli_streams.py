@@ -1,0 +1,120 @@
+"""The command line with streams that are closed or narrow, and names that are no UTF-8."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kvtier.cli.main import run
+
+PLAN = ("plan", "llama-3-8b", "--gpu-memory", "80GB")
+PRINTS = "serve", "dram:8MiB", "--print-config"
+TWIN = "from kvtier.cli.main import main; main()"
+
+
+def kvtier(*args, closed=(), encoding="utf-8", program=("-m", "kvtier")):
+    """Run a command of its own process; return its status and what it says, as bytes."""
+
+    def close():
+        for number in closed:
+            os.close(number)
+
+    ran = subprocess.run(
+        [sys.executable, *program, *args],
+        capture_output=True,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        preexec_fn=close if closed else None,
+    )
+    return ran.returncode, ran.stdout, ran.stderr
+
+
+@pytest.mark.parametrize("args", [PLAN, PRINTS, (*PLAN, "--json", "-")])
+def test_what_nobody_reads_is_no_error(args):
+    assert kvtier(*args, closed=[1]) == (0, b"", b"")
+    assert kvtier(*args, closed=[0, 1, 2]) == (0, b"", b"")
+
+
+def test_twin_python_has_nothing_in_place_of_a_closed_stdout():
+    status, _, said = kvtier(*PRINTS, closed=[1], program=("-c", TWIN))
+    assert status == 1
+    assert b"'NoneType' object has no attribute" in said
+
+
+NUMBERS = """
+import os
+{first}
+print(os.open("/dev/zero", os.O_RDONLY), file=open("/dev/fd/9", "w"))
+"""
+
+
+@pytest.mark.parametrize("ready", [True, False])
+def test_what_is_opened_gets_no_number_of_a_stream(ready):
+    """And the twin: else a store's file would get what is printed."""
+    first = "from kvtier.cli.streams import ready_streams; ready_streams()" if ready else ""
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+
+    def close():
+        os.dup2(writing, 9)
+        for number in (0, 1, 2):
+            os.close(number)
+
+    subprocess.run(
+        [sys.executable, "-c", NUMBERS.format(first=first)],
+        check=True,
+        pass_fds=[9],
+        preexec_fn=close,
+    )
+    os.close(writing)
+    number = int(os.read(reading, 100))
+    os.close(reading)
+    assert (number > 2) is ready
+
+
+def test_doctor_speaks_ascii_where_stdout_does():
+    status, said, wrong = kvtier("doctor", encoding="ascii")
+    assert (status, wrong) == (0, b"")
+    assert said.startswith(b"+ python: ")
+    assert kvtier("doctor", encoding="utf-8")[1].startswith("✓ python: ".encode())
+
+
+def trace(folder, name):
+    """Write a trace of that name, in bytes; return its path."""
+    path = os.path.join(os.fsencode(folder), name)  # noqa: PTH118  (bytes)
+    with open(path, "w", encoding="utf-8") as file:  # noqa: PTH123
+        for hashes in ([1, 2], [1, 2], [3]):
+            one = {"timestamp": 0, "input_length": 4 * len(hashes), "output_length": 0}
+            file.write(json.dumps(one | {"hash_ids": hashes}) + "\n")
+    return os.fsdecode(path)
+
+
+REPLAY = ("--block-size", "4", "--capacity-blocks", "2")
+
+
+def test_what_stdout_has_no_character_for_is_an_escape(tmp_path):
+    """And the twin."""
+    args = ("replay", trace(tmp_path, "\u00e9.jsonl".encode()), *REPLAY)
+    status, said, wrong = kvtier(*args, encoding="ascii")
+    assert (status, wrong) == (0, b"")
+    assert said.startswith(rb"\xe9.jsonl: hit rate")
+    assert kvtier(*args, encoding="ascii", program=("-c", TWIN))[0] == 2
+
+
+def test_a_trace_may_have_any_name(tmp_path, capsys):
+    replay = ("replay", trace(tmp_path, b"t\xff.jsonl"), *REPLAY)
+    assert run(replay) == 0
+    assert capsys.readouterr().out.startswith(r"t\udcff.jsonl: hit rate")
+    assert run([*replay, "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["trace"] == r"t\udcff.jsonl"
+
+
+def test_what_is_no_text_is_one_line(capsys):
+    assert run(["serve", "dram:8MiB", "--socket", "\udcff.sock", "--print-config"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert r"\udcff.sock' is no UTF-8, as all text is here; rename it" in said
