@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.client import HTTPException, HTTPResponse, IncompleteRead
 from typing import Any, Final, NamedTuple, Self
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 from kvtier.clock import Clock, monotonic
 from kvtier.deadline import Deadline, current
@@ -189,19 +189,7 @@ class Sender:
     def _try(self, request: Request, deadline: Deadline) -> Answer:
         url = urlsplit(request.url)
         proxy = self._proxies.get(url.scheme)
-        tls = url.scheme == "https"
-        host, port = url.hostname or "", url.port or _PORTS[url.scheme]
-        door = Door(host, port, tls, proxy and proxy.place, proxy.pass_on if proxy and tls else ())
-        target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
-        if proxy is not None and not tls:
-            target = f"{url.scheme}://{url.netloc}{target}"
-        lines = [f"{request.method} {target} HTTP/1.1", f"Host: {_host(url.scheme, host, port)}"]
-        lines += [f"{name}: {value}" for name, value in request.headers.items()]
-        if proxy is not None and not tls:
-            lines += [f"{name}: {value}" for name, value in proxy.pass_on]
-        if request.body or request.method in ("PUT", "POST"):
-            lines.append(f"Content-Length: {len(request.body)}")
-        head = "\r\n".join([*lines, "", ""]).encode("latin-1")
+        door, head = _addressed(request, url, proxy)
         self.counts.note(_kind(request, url.query))
         by = f" by the proxy {_host('http', *proxy.place)}" if proxy else ""
         with _connecting(_where(request.url) + by):
@@ -330,6 +318,25 @@ def _proxy(text: str) -> _Proxy:
 def _host(scheme: str, host: str, port: int) -> str:
     name = f"[{host}]" if ":" in host else host
     return name if port == _PORTS[scheme] else f"{name}:{port}"
+
+
+def _addressed(request: Request, url: SplitResult, proxy: _Proxy | None) -> tuple[Door, bytes]:
+    """Return where to connect to for a request, and its head.
+
+    A proxy is told the whole URL, and who asks, in the head; by TLS it only connects.
+    """
+    tls = url.scheme == "https"
+    host, port = url.hostname or "", url.port or _PORTS[url.scheme]
+    door = Door(host, port, tls, proxy and proxy.place, proxy.pass_on if proxy and tls else ())
+    target = f"{url.path or '/'}?{url.query}" if url.query else url.path or "/"
+    fields = [("Host", _host(url.scheme, host, port)), *request.headers.items()]
+    if proxy is not None and not tls:
+        target = f"{url.scheme}://{url.netloc}{target}"
+        fields += proxy.pass_on
+    if request.body or request.method in ("PUT", "POST"):
+        fields.append(("Content-Length", str(len(request.body))))
+    lines = [f"{request.method} {target} HTTP/1.1", *(f"{key}: {value}" for key, value in fields)]
+    return door, "\r\n".join([*lines, "", ""]).encode("latin-1")
 
 
 def _kind(request: Request, query: str) -> str:
