@@ -102,10 +102,10 @@ def part(chain: int, depth: int) -> Part:
     return Part(key(chain, depth), above, depth, PAGE_BYTES)
 
 
-def chains(count: int, length: int = CHAIN) -> Iterator[list[Part]]:
+def chains(count: int) -> Iterator[list[Part]]:
     """Yield `count` parts as whole chains."""
-    for chain in range(count // length):
-        yield [part(chain, depth) for depth in range(length)]
+    for chain in range(count // CHAIN):
+        yield [part(chain, depth) for depth in range(CHAIN)]
 
 
 def asked(chain: int) -> list[list[bytes]]:

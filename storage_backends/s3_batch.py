@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TypeVar
 
-from kvtier.clock import Clock, monotonic
+from kvtier.clock import monotonic
 from kvtier.deadline import current
 from kvtier.errors import Unavailable
 from kvtier.events import Causes, Reporter
@@ -36,10 +36,9 @@ class Batches:
     what went wrong.
     """
 
-    def __init__(self, place: str, threads: int, causes: Causes, clock: Clock = monotonic) -> None:
+    def __init__(self, place: str, threads: int, causes: Causes) -> None:
         self._place = place
         self._causes = causes
-        self._clock = clock
         self._pool = IoPool("s3", threads)
 
     def attempt(
@@ -57,7 +56,7 @@ class Batches:
         def attempt(item: A) -> T | Exception:
             if silent:
                 return silent[0]
-            if deadline.left(self._clock()) <= 0:
+            if deadline.left(monotonic()) <= 0:
                 return LateError(_LATE)
             try:
                 return call(item)

@@ -11,8 +11,6 @@ from tokenizers import Tokenizer as _Bpe
 _CONTROL: Final = 3
 """GGUF's token type of tokens that are never part of text."""
 
-_SYSTEM: Final = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
-
 
 class Tokenizer:
     """Text to token ids and back.
@@ -52,10 +50,3 @@ class Tokenizer:
         """Return the text of `tokens`, control tokens left out."""
         text: str = self._bpe.decode(list(tokens))
         return text
-
-    def chat(self, question: str, system: str = _SYSTEM) -> list[int]:
-        """Return the ids of a first question in the ChatML form that the model was trained on."""
-        return self.encode(
-            f"<|im_start|>system\n{system}<|im_end|>\n"
-            f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-        )

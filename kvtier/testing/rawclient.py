@@ -21,7 +21,7 @@ def hello(session: bytes = bytes(16), engine: str = "engine") -> Hello:
     return Hello(session, engine, "scheduler")
 
 
-def greeted(path: str | Path, seconds: float = 20.0) -> tuple[Welcome, int]:
+def greeted(path: str | Path) -> tuple[Welcome, int]:
     """Connect until a server answers; return what it welcomes with, and the arena's inode."""
 
     def look() -> tuple[Welcome, int] | None:
@@ -30,7 +30,7 @@ def greeted(path: str | Path, seconds: float = 20.0) -> tuple[Welcome, int]:
             return welcome, os.fstat(client.descriptors[0]).st_ino
         return None
 
-    return until(look, seconds)
+    return until(look)
 
 
 class RawClient:

@@ -43,7 +43,12 @@ def real(path) -> Checkpoint:
 
 def test_it_knows_the_capital_of_france(real):
     engine = Engine(Model(real.weights), num_blocks=16)
-    question = real.tokenizer.chat("What is the capital of France?")
+    asked = (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n<|im_start|>user\nWhat is the capital of France?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    question = real.tokenizer.encode(asked)
     sampling = Sampling(24, stop=(real.tokenizer.end,))
     first, again = (engine.generate([question], sampling)[0] for _ in range(2))
     assert "Paris" in real.tokenizer.decode(first.tokens)
@@ -66,7 +71,7 @@ def test_english_is_no_surprise_to_it(real):
 def test_text_survives_the_tokenizer(real):
     text = "Zürich, 12.345 km — naïve 🙂\n\tend"
     assert real.tokenizer.decode(real.tokenizer.encode(text)) == text
-    assert real.tokenizer.chat("hi")[0] == real.tokenizer.encode("<|im_start|>")[0]
+    assert len(real.tokenizer.encode("<|im_start|>")) == 1
 
 
 def test_the_digest_is_a_sha256_of_the_file(path, tmp_path):

@@ -23,7 +23,6 @@ from kvtier.tiers import exact
 from kvtier.tiers.store import Status
 
 _POISON: Final = 0xAB
-_SECONDS: Final = 60
 _MOST_NOTES: Final = 50
 
 
@@ -89,7 +88,7 @@ def judge(folder: Path, durability: str, told: Told, *, durable: bool = True) ->
 def in_child(look: Callable[[], Verdict]) -> Verdict:
     """Return what a child finds; its death is a finding, too."""
     reading, writing = os.pipe()
-    status = fork_and_wait(lambda: _say(writing, look()), _SECONDS)
+    status = fork_and_wait(lambda: _say(writing, look()))
     os.close(writing)
     with os.fdopen(reading, "rb") as pipe:
         said = pipe.read()

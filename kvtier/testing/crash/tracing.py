@@ -49,6 +49,7 @@ _ONLY_WATCHED: Final = ("close", "lseek")
 _TRACEME, _KILLED_WITH_PARENT, _SYSCALL, _POKE_USER = 0, 0x100000, 24, 6
 _SET_OPTIONS, _GET_SYSCALL_INFO, _GOOD = 0x4200, 0x420E, 1
 _ORIG_RAX, _RAX = 15 * 8, 10 * 8
+_SECONDS: Final = 60  # that work may take
 _STOPPED_AT_CALL: Final = signal.SIGTRAP | 0x80
 _INFO: Final = struct.Struct("<B3xIQQ7Q")  # struct ptrace_syscall_info, at the entry of a call
 _libc: Final = ctypes.CDLL(None, use_errno=True)
@@ -113,27 +114,27 @@ def _ptrace(request: int, pid: int, address: int = 0, data: int = 0) -> int:
     return found
 
 
-def fork_and_wait(work: Callable[[], None], seconds: int = 60) -> int:
-    """Do work in a child, and return its wait status. It is killed if it takes longer."""
+def fork_and_wait(work: Callable[[], None]) -> int:
+    """Do work in a child, and return its wait status. It is killed after a minute."""
     child = os.fork()
     if child == 0:
-        _do(work, seconds)
+        _do(work)
     return os.waitpid(child, 0)[1]
 
 
-def _do(work: Callable[[], None], seconds: int) -> None:
+def _do(work: Callable[[], None]) -> None:
     code = 1
     try:
         faulthandler.disable()  # whoever waits sees how it died
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.alarm(seconds)
+        signal.alarm(_SECONDS)
         work()
         code = 0
     finally:
         os._exit(code)
 
 
-def trace(work: Callable[[], None], visit: Visitor, seconds: int = 60) -> int:
+def trace(work: Callable[[], None], visit: Visitor) -> int:
     """Do work in a child that is stopped at its calls; return its wait status.
 
     Raises Unavailable where tracing is not allowed.
@@ -146,7 +147,7 @@ def trace(work: Callable[[], None], visit: Visitor, seconds: int = 60) -> int:
 
     child = os.fork()
     if child == 0:
-        _do(traced, seconds)
+        _do(traced)
     _, status = os.waitpid(child, 0)
     if not os.WIFSTOPPED(status):
         raise Unavailable("this system does not let a process trace its children")
