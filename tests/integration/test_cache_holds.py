@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +11,6 @@ import pytest
 
 import kvtier
 from kvtier.copyplan import CopyPlan
-from kvtier.device.cpu import CpuDevice
 from kvtier.errors import ConfigError, MisuseError, ProtocolError
 from kvtier.identity.record import checksum
 from kvtier.testing.toy import (
@@ -287,24 +284,6 @@ def test_a_close_whose_flush_fails_still_closes(toy, monkeypatch):
     assert not [one for one in threading.enumerate() if one.name == "kvtier-flow"]
 
 
-def test_a_child_process_cannot_use_its_parents_cache(toy):
-    """H24: a clear error in the child, and no harm to the parent."""
-    tokens = prompt(257)
-    toy.save("a", tokens[:256])
-    with contextlib.suppress(DeprecationWarning):
-        child = os.fork()
-    if not child:
-        code = 1
-        try:
-            toy.cache.match(tokens)
-        except MisuseError as error:
-            code = 0 if "fork" in str(error) else 2
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert toy.load("b", tokens)[2]
-
-
 def test_a_load_that_ends_after_the_cache_is_closed_raises_nothing(tmp_path):
     """P2: with a tier that admits on second touch, a load's end offers chunks to it."""
     one = opened(dram(8), f"lmdb:{tmp_path}/kv?capacity=64MiB&admission=second-touch")
@@ -315,27 +294,6 @@ def test_a_load_that_ends_after_the_cache_is_closed_raises_nothing(tmp_path):
     one.cache.close()
     assert one.until(lambda update: update.loaded).loaded[0].tokens == 256
     one.device.close()
-
-
-@pytest.mark.inside("counts leases")
-def test_a_child_process_cannot_end_its_parents_lease(toy):
-    tokens = prompt(257)
-    toy.save("a", tokens[:256])
-    lease = toy.cache.lease(toy.cache.match(tokens), deadline=60)
-    with toy.cache._desk.catalog._lock:  # another thread may
-        with contextlib.suppress(DeprecationWarning):
-            child = os.fork()
-        if not child:
-            code = 1
-            try:
-                lease.release()
-            except MisuseError as error:
-                code = 0 if "fork" in str(error) else 2
-            finally:
-                os._exit(code)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status == 0
-    lease.release()
 
 
 @pytest.mark.parametrize(
@@ -357,42 +315,3 @@ def test_blocks_of_another_shape_are_refused(toy):
     for shape in ((2, 2, 8, 32, 2, 8), (2, 2, 8, 16, 2, 4), (3, 2, 8, 16, 2, 8)):
         with pytest.raises(ConfigError):
             toy.cache.bind(np.zeros(shape, np.uint16), toy.device)
-
-
-@pytest.mark.inside("reads the catalog")
-def test_each_rank_copies_its_own_shard_only():
-    """P7: two ranks fill one chunk; both load what each saved, and save anew what one lost."""
-    tokens = prompt(257)
-    cache = kvtier.open("dram:1MiB", namespace=NAMESPACE, shards=2)
-    device = CpuDevice()
-    kv = [
-        np.random.default_rng(rank).integers(0, 9, (2, 2, 64, 16, 1, 8), np.uint16)
-        for rank in (0, 1)
-    ]
-    ranks = [cache.bind(kv[rank], device, shard=rank) for rank in (0, 1)]
-    plan = cache.plan_save(cache.prefix(tokens), list(range(16)))
-    results = [rank.execute(plan, after=()).result(20) for rank in ranks]
-    assert results == [CopyResult(CopyStatus.OK, 256)] * 2
-    cache.settle(plan, results[0])
-    cache.flush(timeout=5)
-    match = cache.match(tokens)
-    assert match.tokens == 256
-    with cache.lease(match, deadline=60) as lease:
-        plan = cache.plan_load(lease, list(range(32, 48)))
-    results = [rank.execute(plan, after=()).result(20) for rank in ranks]
-    cache.settle(plan, results[0])
-    for rank in (0, 1):
-        assert np.array_equal(kv[rank][:, :, :16], kv[rank][:, :, 32:48])
-
-    lost = cache._desk.catalog._index.find(match.prefix.names[3][1])
-    cache._desk.catalog.lost(lost, 0)
-    assert cache.match(tokens).tokens == 192
-    plan = cache.plan_save(cache.prefix(tokens), list(range(16)))
-    assert [(part.shard, part.blocks) for part in plan.parts] == [(1, (12, 13, 14, 15))]
-    results = [rank.execute(plan, after=()).result(20) for rank in ranks]
-    assert results == [CopyResult(CopyStatus.OK, 64)] * 2
-    cache.settle(plan, results[0])
-    cache.flush(timeout=5)
-    assert cache.match(tokens).tokens == 256
-    cache.close()
-    device.close()
