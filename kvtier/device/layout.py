@@ -41,9 +41,14 @@ def byte_pages(tensor: Any, planes: int, block_bytes: int) -> NDArray[np.uint8]:
         strides = tensor.strides
         if not tensor.flags.writeable:
             raise ConfigError("a KV tensor must be writable: loads write into it")
+        if tensor.dtype.hasobject:
+            raise ConfigError("a KV tensor must hold numbers, not Python's objects")
     else:
-        address, item = tensor.data_ptr(), tensor.element_size()
-        strides = tuple(stride * item for stride in tensor.stride())
+        try:
+            address, item = tensor.data_ptr(), tensor.element_size()
+            strides = tuple(stride * item for stride in tensor.stride())
+        except RuntimeError as error:  # torch's, of one that is sparse or nested, say
+            raise ConfigError(f"a KV tensor must lie in memory by strides: {error}") from error
     shape = tuple(tensor.shape)
     at = _block_dimension(shape, item, planes, block_bytes)
     if not _dense(shape[at + 1 :], strides[at + 1 :], item):

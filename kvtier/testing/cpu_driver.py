@@ -127,6 +127,8 @@ class CpuDriver:
 
     def batch(self, stream: Any, table: Numbers) -> None:
         """See Driver. The table is read late, as far as anybody knows."""
+        if not self.batches:
+            raise ConfigError("this driver has no batched copies")
         self.calls.append("batch")
         stream.enqueue(partial(_copy_runs, table.ctypes.data, table.shape[1]))
 

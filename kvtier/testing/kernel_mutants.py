@@ -40,6 +40,8 @@ _SWAPS: Final = (
     (r"kvtier_units<unsigned char>\([^;]*;", (";",)),
     (r"units<unsigned int>", ("units<kvtier_vector>", "units<unsigned char>")),
     (r"units<kvtier_vector>", ("units<unsigned int>",)),
+    (r"\bkvtier_u64 (?=(?:count|at|done) )", ("unsigned short ",)),
+    (r"\bunsigned int (?=work )", ("unsigned short ",)),
 )
 _LOOP: Final = "in: for (; at + 3 * step < count; at += 4 * step) {"
 HARMLESS: Final = {

@@ -15,6 +15,7 @@ from typing import Final
 
 import numpy as np
 
+from kvtier.device.descriptors import CUT_BYTES, Runs
 from kvtier.device.driver import Work
 from kvtier.device.spread import Spread
 from kvtier.testing.forks import Tell, forked
@@ -105,6 +106,27 @@ def _kernel(library: Path, number: int = 0) -> Kernel:
     return partial(_run, function)
 
 
+def _large_are_right(kernel: Kernel) -> bool:
+    """Say whether the longest runs are copied right, and more of them than 16 bits count."""
+    for planes, apart, runs in (
+        (2, 3 * CUT_BYTES, [(1, 2, CUT_BYTES), (CUT_BYTES + 16, CUT_BYTES + 32, CUT_BYTES)]),
+        (300, 512, [(2 * at, 2 * at + 1, 1) for at in range(220)]),
+    ):
+        source = np.random.default_rng(0).integers(1, 255, (planes, apart), np.uint8)
+        target, want = np.zeros_like(source), np.zeros_like(source)
+        for to, of, nbytes in runs:
+            want[:, to : to + nbytes] = source[:, of : of + nbytes]
+        steps = np.arange(planes, dtype=np.uint64) * np.uint64(apart)
+        to, of, sizes = np.array(runs, np.uint64).T
+        ends = (one.ctypes.data for one in (target, source))
+        to, of = (at + np.uint64(begin) for at, begin in zip((to, of), ends, strict=True))
+        spread = Spread(np.stack([steps, steps]), Runs(of, to, sizes))
+        _move(kernel, _GRIDS[-1], _THREADS[-1], 1, spread, True)  # noqa: FBT003  (as a Mover's)
+        if not np.array_equal(target, want):
+            return False
+    return True
+
+
 def _first_wrong(kernel: Kernel, *, spare: int = 4096) -> Case | None:
     """Return the first of all cases that a kernel copies wrong, or None. See ``is_right``."""
     for number, case in enumerate(cases()):
@@ -174,7 +196,8 @@ def _main(library: Path, count: int) -> None:
     spare = _SPARE[library.stem]
 
     def holds(number: int) -> bool:
-        return _first_wrong(_kernel(library, number), spare=spare) is None
+        kernel = _kernel(library, number)
+        return _first_wrong(kernel, spare=spare) is None and _large_are_right(kernel)
 
     def tell(_done: int, _count: int) -> None:
         sys.stdout.write("[]\n")

@@ -42,6 +42,8 @@ def _refused(error: type[Exception], said: str, call: Callable[[], object]) -> b
 
 def _refusals() -> Iterator[tuple[type[Exception], str, Callable[[], object]]]:
     """Yield what has to be refused: the error, what it says, and the call."""
+    import torch
+
     pages, slot = np.zeros((4, 5, 8), np.uint8), np.zeros((4, 2, 8), np.uint8)
     for blocks, part in (
         *(((1,), slot), ((1, 2, 3), slot), ((1, 2), slot[:3])),
@@ -75,6 +77,8 @@ def _refusals() -> Iterator[tuple[type[Exception], str, Callable[[], object]]]:
         (strided(good, good.shape, (0, 128, 2)), "share bytes"),
         (good[::-1], "share bytes"),
         (np.broadcast_to(good[0], good.shape), "writable"),
+        (good.astype(object), "not Python's objects"),
+        (torch.zeros(good.shape).half().to_sparse(), "by strides"),
         (np.zeros((5, 4, 64), np.uint16), "is not 4 planes"),
         (np.zeros((4, 5, 32), np.uint16), "is not 4 planes"),
     ):

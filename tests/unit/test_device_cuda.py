@@ -181,6 +181,20 @@ def test_whole_slots_go_over_the_link_at_once():
     assert all(np.array_equal(slot, kv[:, some]) for some, slot in zip(ids, slots, strict=True))
 
 
+@pytest.mark.parametrize(("batches", "over_the_link"), [(True, {"batch"}), (False, {"copy"})])
+def test_many_slots_go_over_the_link_by_batches_where_the_driver_has_them(batches, over_the_link):
+    kv, driver = pages(), CpuDriver(batches=batches)
+    slots = np.zeros((12, PLANES, 2, BYTES), np.uint8)
+    copies = [Copy(kv, (at, at + 7), slot) for at, slot in enumerate(slots[::2])]
+    with closing(made(Choice("staged"), driver, staging_bytes=1 << 20)) as device:
+        device.pin(slots)
+        assert gather(device, copies).wait(SECONDS)
+    table, *others = driver.calls
+    assert table == "copy"
+    assert set(others) == {"launch 4", *over_the_link}
+    assert all(np.array_equal(slot, kv[:, ids]) for _, ids, slot in copies)
+
+
 def test_without_a_choice_the_table_says():
     kv, slots, driver = pages(), np.zeros((PLANES, 4, BYTES), np.uint8), CpuDriver()
     with closing(made(None, driver)) as device:
