@@ -40,7 +40,7 @@ from kvtier.device.driver import Driver
 from kvtier.device.paths import Choice
 from kvtier.device.spread import describe
 from kvtier.device.torch_driver import cuda_device
-from kvtier.testing.layouts import by_planes
+from kvtier.testing.layouts import plane_groups
 
 BUDGET, MINUTES_4 = 220.0, 240.0  # seconds, after which no step begins, and all has to be over
 LIMITS = {"llama": 0.9, "mla": 0.8}
@@ -110,10 +110,19 @@ class Bench:
 
     def run(self, role: str, copies: list[Copy], groups: int = 1) -> list[Any]:
         """Enqueue a load or a store, after what this thread has computed; return its fences."""
-        after = [self.device.host_fence()]
+        return self.after(role, copies, [self.device.host_fence()], groups)
+
+    def after(self, role: str, copies: list[Copy], fences: list[Any], groups: int = 1) -> list[Any]:
+        """Enqueue a load or a store after fences. Raises what the driver refuses, which is fast."""
         if role == "store":
-            return [self.device.gather(self.device.stream("store"), copies, after)]
-        return self.device.scatter(self.device.stream("load"), by_planes(copies, groups), after)
+            found: list[Any] = [self.device.gather(self.device.stream("store"), copies, fences)]
+        else:
+            cut = plane_groups(copies, groups)
+            found = [*self.device.scatter(self.device.stream("load"), cut, fences)]
+        for fence in found:
+            if fence.error is not None:
+                raise fence.error
+        return found
 
     # ------------------------------------------------------------------------------ the steps
 
@@ -255,10 +264,7 @@ class Bench:
                     stream.wait(began)
                     begin.record(stream.handle)
                     for _ in range(times):
-                        if role == "store":
-                            self.device.gather(stream, copies, ())
-                        else:
-                            self.device.scatter(stream, [copies], ())
+                        self.after(role, copies, [])
                     end.record(stream.handle)
 
                 beside = statistics.median(self.timed(compute, both))

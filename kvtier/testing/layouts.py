@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from kvtier.device.base import HOLE, Copy
+from kvtier.device.base import HOLE, Copy, PlaneGroups
 from kvtier.device.chaos import POISON
 from kvtier.device.descriptors import Runs, cut, joined
 from kvtier.device.layout import byte_pages
@@ -165,6 +165,12 @@ def by_planes(copies: Sequence[Copy], groups: int) -> list[list[Copy]]:
         return slice(*(len(copy.pages) * at // groups for at in (index, index + 1)))
 
     return [[copy.cut(planes(copy, index)) for copy in copies] for index in range(groups)]
+
+
+def plane_groups(copies: Sequence[Copy], groups: int) -> PlaneGroups:
+    """Return the same groups, as a cache gives them to a device."""
+    bounds = [tuple(len(copy.pages) * at // groups for at in range(groups + 1)) for copy in copies]
+    return PlaneGroups(copies, [tuple(itertools.pairwise(one)) for one in bounds], groups)
 
 
 def is_right(case: Case, mover: Mover, *, spare: int = 4096) -> bool:

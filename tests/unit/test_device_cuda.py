@@ -18,7 +18,7 @@ from kvtier.device.turns import CudaFence
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.hazards import AT_ONCE, HAZARDS, examine
-from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS, by_planes
+from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS, by_planes, plane_groups
 
 SECONDS = 10.0
 PLANES, BYTES = 6, 48
@@ -55,9 +55,10 @@ def as_bytes(layout, tensor):
     return plain.reshape(layout.plane_count, BLOCKS, -1)
 
 
+@pytest.mark.parametrize("cut_into", [by_planes, plane_groups])
 @each_or_none
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_there_and_back_in_every_layout(layout, way):
+def test_there_and_back_in_every_layout(layout, way, cut_into):
     item = getattr(torch, layout.dtype).itemsize
     size = int(np.prod(layout.shape)) * item
     flat = torch.from_numpy(np.random.default_rng(0).integers(0, 200, (2, size), np.uint8))
@@ -73,7 +74,7 @@ def test_there_and_back_in_every_layout(layout, way):
         stored = gather(device, copies, device.host_fence())
         back = [Copy(target, ids, part) for ids, part in zip(chosen, parts, strict=True)]
         before, expected = (as_bytes(layout, one) for one in kv)
-        *_, landed = scatter(device, back, stored, groups=3)
+        *_, landed = device.scatter(device.stream("load"), cut_into(back, 3), [stored])
         assert landed.wait(SECONDS)
         for ids, slot in zip(chosen, slots, strict=True):
             kept = [at for at, one in enumerate(ids) if one != HOLE]

@@ -180,3 +180,27 @@ def test_forgotten_they_would_be_given_to_others(monkeypatch):
 
     monkeypatch.setattr(module, "_HANGING", Forgets())
     assert not kept_after_close(monkeypatch)
+
+
+class Lost(CpuDriver):
+    """A GPU that is lost: all that it is asked of events raises, as CUDA's lasting errors do."""
+
+    lost = False
+
+    def record(self, stream):
+        event = super().record(stream)
+        return self if self.lost else event
+
+    def done(self):
+        raise RuntimeError("an illegal memory access was encountered")
+
+
+def test_a_gpu_that_is_lost_is_closed_and_its_memory_let_go():
+    driver, slots = Lost(), np.zeros((PLANES, 2, BYTES), np.uint8)
+    device = made("direct", driver)
+    device.pin(slots)
+    driver.lost = True
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        device.gather(device.stream("store"), halves(pages(), slots), ()).wait(SECONDS)
+    device.close()
+    assert driver.pinned == {}

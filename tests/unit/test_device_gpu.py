@@ -18,7 +18,7 @@ from kvtier.device.paths import PATHS, Choice
 from kvtier.device.torch_driver import cuda_device
 from kvtier.device.turns import CudaFence
 from kvtier.errors import ConfigError
-from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS, by_planes
+from kvtier.testing.layouts import BLOCKS, CHOICES, LAYOUTS, by_planes, plane_groups
 
 pytestmark = pytest.mark.gpu
 
@@ -64,8 +64,9 @@ def as_bytes(layout, tensor):
     return plain.reshape(layout.plane_count, BLOCKS, -1)
 
 
+@pytest.mark.parametrize("cut_into", [by_planes, plane_groups])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-def test_there_and_back_in_every_layout(device, arena, layout):
+def test_there_and_back_in_every_layout(device, arena, layout, cut_into):
     generator = np.random.default_rng(0)
     source, target = kv(layout, generator), kv(layout, generator)
     was, expected = as_bytes(layout, source), as_bytes(layout, target)
@@ -80,7 +81,7 @@ def test_there_and_back_in_every_layout(device, arena, layout):
         for place in places
     )
     stored = device.gather(device.stream("store"), out, [device.host_fence()])
-    fences = device.scatter(device.stream("load"), by_planes(back, 3), [stored])
+    fences = device.scatter(device.stream("load"), cut_into(back, 3), [stored])
     assert all(fence.wait(SECONDS) for fence in fences)
     for ids, slot in zip(chosen, slots, strict=True):
         kept = [at for at, one in enumerate(ids) if one != HOLE]

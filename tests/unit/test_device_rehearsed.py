@@ -183,6 +183,21 @@ def test_a_step_that_fails_is_told_and_the_others_are_run(scripts, monkeypatch, 
     assert "out of memory" in capsys.readouterr().err
 
 
+def test_copies_that_the_driver_refuses_are_no_fast_ones(scripts, monkeypatch):
+    def refuses(driver, stream, table):
+        raise RuntimeError("status 1")
+
+    monkeypatch.setattr(CpuDriver, "batch", refuses)
+    rest = {
+        name: lambda _: {}
+        for name in vars(scripts[0].Bench)
+        if name.startswith("step_") and name not in ("step_link", "step_copies", "step_overlap")
+    }
+    saved, well = rehearsed(scripts, monkeypatch, **rest)
+    assert not well
+    assert saved[-1]["copies"] == saved[-1]["overlap"] == "failed: RuntimeError: status 1"
+
+
 def test_a_kernel_that_copies_wrong_inside_the_gpu_is_told(scripts, monkeypatch):
     """Its own tables are made there: addresses that are none would end all that comes after."""
     import device_runs

@@ -14,9 +14,10 @@ from kvtier.device import cuda
 from kvtier.device import turns as module
 from kvtier.device.base import Copy, PlaneGroups
 from kvtier.device.chaos import ChaosDevice
+from kvtier.device.cpu import CpuFence
 from kvtier.device.cuda import CudaDevice
-from kvtier.device.paths import DEFAULT, Choice, Way
-from kvtier.device.turns import CudaStream, Turn
+from kvtier.device.paths import DEFAULT, PATHS, Choice, Way
+from kvtier.device.turns import CudaFence, CudaStream, Turn
 from kvtier.errors import MisuseError
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.forks import forked
@@ -256,3 +257,35 @@ def test_what_has_no_room_in_one_table_is_uploaded_group_by_group(planes, blocks
         assert all(fence.wait(SECONDS) for fence in fences)
     assert driver.calls.count("copy") == (4 if blocks > planes else 2)
     assert np.array_equal(kv[:, some], slot)
+
+
+class Looks:
+    """In the place of the pause between two looks at an event: lets what hangs go on.
+
+    seen: how many operations had been enqueued, copies of tables and over the link apart.
+    """
+
+    def __init__(self, driver, gate):
+        self.seen, self._driver, self._gate, self._pause = [], driver, gate, module._PAUSE
+
+    def wait(self, seconds):
+        self.seen.append(sum(not call.startswith("copy") for call in self._driver.calls))
+        self._gate.settle()
+        self._pause.wait(seconds)
+
+
+@pytest.mark.parametrize("way", PATHS)
+def test_a_call_waits_for_the_oldest_where_so_many_operations_are_under_way(way, monkeypatch):
+    """Groups that share a table are operations, each of them."""
+    driver, gate, in_flight = CpuDriver(), CpuFence(), 4
+    kv, slots = pages(), np.ones((2, PLANES, 2, BYTES), np.uint8)
+    copies = [Copy(kv, ids(at), slot) for at, slot in enumerate(slots)]
+    groups = PlaneGroups(copies, [tuple((at, at + 1) for at in range(PLANES))] * 2, PLANES)
+    looks = Looks(driver, gate)
+    monkeypatch.setattr(module, "_PAUSE", looks)
+    with closing(CudaDevice(driver, DEFAULT, Choice(way, 2), in_flight=in_flight)) as device:
+        device.pin(slots)
+        fences = device.scatter(device.stream("load"), groups, [CudaFence(gate)])
+        assert looks.seen, "it did not wait"
+        assert looks.seen[0] <= in_flight < PLANES
+        assert all(fence.wait(SECONDS) for fence in fences)
