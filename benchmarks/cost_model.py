@@ -41,7 +41,7 @@ from kvtier.device.cpu import CpuDevice
 from kvtier.engine import Engine, Sampling
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
 from kvtier.storage_backends.memory import MemoryStore
-from kvtier.testing.slowed import SlowedStore
+from kvtier.testing.slowed import Slowed
 
 CHUNK = 64
 SLOW = 10e6
@@ -78,8 +78,8 @@ class Arm:
             return
         capacity = 2 << 30
         store = LmdbSlabStore.open(str(directory / name), capacity, _defaults())
-        self.store = SlowedStore(store)
-        tier = TierConfig("lmdb", name, capacity, "through", store=self.store)
+        self.reads = Slowed(store)
+        tier = TierConfig("lmdb", name, capacity, "through", store=store)
         self.cache = kvtier.open(Config(256 << 20, (tier,)), namespace=bench.namespace)
         connector = ReferenceConnector(
             self.cache, list(self.engine.kv), self.device, always=name == "load"
@@ -126,7 +126,7 @@ def rounds(arms: Sequence[Arm], prompts: Sequence[Sequence[int]], speed: float) 
     """Serve a prompt to each arm in turn, the order moving on by one each round."""
     for arm in arms:
         if arm.cache is not None:
-            arm.store.bytes_per_s = speed
+            arm.reads.bytes_per_s = speed
     seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
     wrong = 0
     for number, prompt in enumerate(prompts):

@@ -52,7 +52,7 @@ from kvtier.planning.sources import read_source, sources
 from kvtier.planning.stack import Level, Speeds, Stack, simulate_stack
 from kvtier.planning.trace import Trace
 from kvtier.storage_backends.lmdb_slab import LmdbSlabStore
-from kvtier.testing.slowed import SlowedStore
+from kvtier.testing.slowed import Slowed
 from kvtier.transfer import CopyResult, CopyStatus, FetchTransfer
 
 BLOCK = 512
@@ -106,10 +106,10 @@ class Measured:
         dram, disk = room
         self.speed = deployed(args.scale)
         self.store = LmdbSlabStore.open(str(directory / "kv"), disk, options)
-        slow = SlowedStore(self.store, CHUNK_BYTES / self.speed.chunk, self.speed.latency)
+        Slowed(self.store, CHUNK_BYTES / self.speed.chunk, self.speed.latency)
         tier = TierConfig(
             *("lmdb", "kv", disk, "through"),
-            store=slow,
+            store=self.store,
             write_budget=float("inf"),
             policy=args.policy,
         )

@@ -18,7 +18,7 @@ from kvtier.engine import Engine, Sampling
 from kvtier.engine.request import Request
 from kvtier.errors import MisuseError
 from kvtier.storage_backends.memory import MemoryStore
-from kvtier.testing.slowed import SlowedStore
+from kvtier.testing.slowed import Slowed
 
 CHUNK = 64
 PROMPT = 640
@@ -35,8 +35,9 @@ class Place:
     """An engine on a cache whose one tier below DRAM is as slow as is wanted."""
 
     def __init__(self, bench, **how) -> None:
-        self.store = SlowedStore(MemoryStore.open("", CAPACITY, {}))
-        tier = TierConfig("memory", "", CAPACITY, "through", store=self.store)
+        store = MemoryStore.open("", CAPACITY, {})
+        self.reads = Slowed(store)
+        tier = TierConfig("memory", "", CAPACITY, "through", store=store)
         self.cache = kvtier.open(Config(16 << 20, (tier,)), namespace=bench.namespace)
         self.device = CpuDevice()
         sizes = {"num_blocks": 256, "chunk_tokens": CHUNK, "step_tokens": 96}
@@ -191,12 +192,12 @@ def test_an_engine_that_is_faster_needs_no_load(placed):
     cold = place.serve(prompt_of(1))
     place.forget()
     place.teach(compute=1e-3, load=1e-3)
-    place.store.latency = 1.0  # far slower than was thought
+    place.reads.latency = 1.0  # far slower than was thought
     done = place.serve(prompt_of(1))
     assert place.choices() == {"meet": 1}
     assert done.tokens == cold.tokens
     assert done.finish.stats.hit_tokens == {}
-    place.store.latency = 0.0
+    place.reads.latency = 0.0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -208,7 +209,7 @@ def test_requests_that_meet_come_go_and_give_way(placed, seed):
     right = [place.serve(one).tokens for one in prompts]
     place.forget()
     place.teach(compute=1e-3, load=1e-3)
-    place.store.latency = 0.002 * seed
+    place.reads.latency = 0.002 * seed
     names = {place.engine.submit(one, OUTPUT): n for n, one in enumerate(prompts)}
     doomed = rng.choice(list(names))
     at, answers = rng.randrange(12), {name: [] for name in names}
