@@ -37,6 +37,7 @@ class RawClient:
     """One connection. descriptors: that came with messages; they are closed with it.
 
     Raises TimeoutError when an answer takes `timeout` seconds, EOFError at the connection's end.
+    With 0.0 it raises BlockingIOError instead, and goes on from there when it is asked again.
     """
 
     def __init__(self, path: str | Path, timeout: float = 20.0) -> None:
@@ -61,12 +62,16 @@ class RawClient:
 
     def greet(self, first: Hello | None = None) -> Welcome:
         """Say Hello, with this process's pidfd, and return the answer."""
+        self.introduce(first or hello())
+        return self.heard(Welcome)
+
+    def introduce(self, first: Hello) -> None:
+        """Say Hello, with this process's pidfd."""
         pidfd = os.pidfd_open(os.getpid())
         try:
-            self.say(first or hello(), self.next_number(), passing=pidfd)
+            self.say(first, self.next_number(), passing=pidfd)
         finally:
             os.close(pidfd)
-        return self.heard(Welcome)
 
     def ask(self, message: Message, answer: type[M]) -> M:
         """Send a request, and return its answer, which has to be of that kind."""
@@ -82,8 +87,10 @@ class RawClient:
 
     def read(self) -> tuple[Message, int]:
         """Read the next message, and the number that it answers."""
-        kind, length, number = open_frame(self._take(HEADER.size))
-        return decode(kind, self._take(length)), number
+        kind, length, number = open_frame(self._come(HEADER.size))
+        frame = self._come(HEADER.size + length)
+        del self._data[: len(frame)]
+        return decode(kind, frame[HEADER.size :]), number
 
     def ended(self) -> bool:
         """Read until the daemon closes; say whether it did, within the time that answers have."""
@@ -114,13 +121,12 @@ class RawClient:
         """Close it."""
         self.close()
 
-    def _take(self, count: int) -> bytes:
+    def _come(self, count: int) -> bytes:
+        """Wait for so many bytes, and return them without taking them."""
         while len(self._data) < count:
             data, descriptors, _, _ = socket.recv_fds(self.sock, 1 << 16, 4)
             self.descriptors += descriptors
             if not data:
                 raise EOFError("the daemon closed the connection")
             self._data += data
-        taken = bytes(self._data[:count])
-        del self._data[:count]
-        return taken
+        return bytes(self._data[:count])

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 from kvtier.daemon.answers import Welcome
-from kvtier.daemon.frames import HEADER, decode, encode, open_frame
-from kvtier.daemon.messages import Hello
+from kvtier.testing.rawclient import RawClient, hello
 
 _ARENA: Final = "memfd:kvtier-arena"
-_READ: Final = 64 << 10
 
 
 class Probe:
@@ -30,57 +27,31 @@ class Probe:
         self.returned = 0.0
         self._path = path
         self._session = session or os.urandom(16)
-        self._socket: socket.socket | None = None
-        self._read = b""
+        self._client: RawClient | None = None
 
     def look(self) -> None:
         """See how it is now. Does not wait."""
         try:
-            if self._socket is None:
-                self._connect()
-            while self._socket is not None:
-                data, fds, _, _ = socket.recv_fds(self._socket, _READ, 4)
-                for fd in fds:
-                    os.close(fd)
-                if not data:
-                    self.close()
-                self._take(data)
+            if self._client is None:
+                self._client = RawClient(self._path, 0.0)
+                self._client.introduce(hello(self._session, "probe"))
+            while True:  # what comes after the Welcome is of no interest
+                message, _ = self._client.read()
+                if not self.returned:
+                    if not isinstance(message, Welcome):
+                        raise ConnectionError(f"the daemon said {message} in place of Welcome")
+                    self.generation = message.generation
+                    self.returned = time.monotonic()
         except BlockingIOError:
             pass
-        except OSError:
+        except (EOFError, OSError):
             self.close()
 
     def close(self) -> None:
         """Let the connection go."""
-        if self._socket is not None:
-            self._socket.close()
-        self._socket, self._read, self.returned = None, b"", 0.0
-
-    def _connect(self) -> None:
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.settimeout(0)
-        self._socket.connect(str(self._path))
-        pidfd = os.pidfd_open(os.getpid())
-        try:
-            hello = encode(Hello(self._session, "probe", "scheduler"), 1)
-            socket.send_fds(self._socket, [hello], [pidfd])
-        finally:
-            os.close(pidfd)
-
-    def _take(self, data: bytes) -> None:
-        """Read the Welcome; what else comes is of no interest."""
-        self._read += data
-        if self.returned or len(self._read) < HEADER.size:
-            return
-        kind, length, _ = open_frame(self._read[: HEADER.size])
-        end = HEADER.size + length
-        if len(self._read) >= end:
-            welcome = decode(kind, self._read[HEADER.size : end])
-            if not isinstance(welcome, Welcome):
-                raise ConnectionError(f"the daemon said {welcome} in place of Welcome")
-            self.generation = welcome.generation
-            self.returned = time.monotonic()
-            self._read = b""
+        if self._client is not None:
+            self._client.close()
+        self._client, self.returned = None, 0.0
 
 
 def state(pid: int) -> str:
