@@ -300,7 +300,7 @@ class CudaDevice:
         shared = tables.grouped.get(id(whole))
         if shared is not None:
             (stage, launch), planes = shared, planes_of(spread)
-            mine = [lot.on(planes, stage.step) for lot in stage.lots]
+            mine = stage.lots[planes.start]
             with stream.turn():  # it is an operation in flight, as each is
                 self._lots(stream, mine, stage.step, planes, launch, into_slot=into_slot)
             return True
@@ -308,7 +308,7 @@ class CudaDevice:
             staged = Staged(spread)
         for stage in staged.stages(*self._place(stream), TABLE_PLANES, TABLE_RUNS):
             first, planes = 0, range(len(stage.inner.planes[0]))
-            for lots in _few(stage.lots, TABLE_RUNS):
+            for lots in _few(stage.lots[0], TABLE_RUNS):
                 runs = stage.inner.runs.some(slice(first, lots[-1].stop))
                 inner = Spread(stage.inner.planes, runs)
                 with self._uploaded(stream, inner, into_slot=into_slot) as launch:

@@ -30,25 +30,17 @@ class Lot(NamedTuple):
     whole: Runs
     parts: Runs | None
 
-    def on(self, planes: range, step: int) -> Lot:
-        """Return it on planes, `step` bytes apart in slots; it is itself of the first one alone."""
-        above = np.uint64(planes.start * step)
-        whole, parts = self.whole, self.parts
-        whole = Runs(whole.pages, whole.slots + above, whole.nbytes * np.uint64(len(planes)))
-        if parts is not None:
-            parts = Runs(parts.pages, parts.slots + above, parts.nbytes)
-        return Lot(self.stop, whole, parts)
-
 
 class Stage(NamedTuple):
     """Copies through one place, lot after lot.
 
-    inner: runs between blocks and that place, which is what their slots are. step: how many bytes
-    planes lie apart, in the place and in slots.
+    inner: runs between blocks and that place, which is what their slots are. lots: of each group of
+    planes, by the first of it; all planes may be one. step: how many bytes planes lie apart, in the
+    place and in slots.
     """
 
     inner: Spread
-    lots: list[Lot]
+    lots: dict[int, list[Lot]]
     step: int
 
 
@@ -91,41 +83,30 @@ class Staged:
         at_once = -(-each // -(-each // fits))  # as many each time: else the last may be short
         for at in range(0, each, at_once):
             some = Spread(spread.planes[:, at : at + at_once], spread.runs, spread.first)
-            yield self._stage(some, len(some.planes[1]), staging, most, runs)
+            yield self._stage(some, [range(len(some.planes[1]))], staging, most, runs)
 
     def grouped(self, groups: Sequence[range], staging: int, most: int, runs: int) -> Stage | None:
         """Return how groups of its planes go through `most` bytes at an address, one at a time.
 
-        All by the same table of at most so many runs. Lots are of the first plane: see ``on``.
+        All by the same table of at most so many runs.
         None where a group does not fit, or where a plane is in two of them, with two places.
         """
         spread = self._spread.cut()
         placed = _places(tuple(groups), len(spread.planes[0]), self._step)
-        widest = max(map(len, groups))
-        above = (widest - 1) * self._step
+        above = _above(groups, self._step)
         if placed is None or self._widest + above > most or _longest(spread) > runs:
             return None
         planes = spread.planes.copy()
         np.add(planes[1, 0], placed, out=planes[1])
         some = Spread(planes, spread.runs, spread.first)
-        return self._stage(some, widest, staging, most, runs, grouped=True)
+        return self._stage(some, groups, staging, most, runs)
 
     def _stage(
-        self,
-        spread: Spread,
-        planes: int,
-        staging: int,
-        most: int,
-        runs: int,
-        *,
-        grouped: bool = False,
+        self, spread: Spread, groups: Sequence[range], staging: int, most: int, runs: int
     ) -> Stage:
-        """Return how copies on some of the planes go, each of which fits.
-
-        planes: how many are in the place at a time.
-        """
+        """Return how copies on some of the planes go, each of which fits; groups one at a time."""
         first, low = spread.first.tolist(), int(spread.planes[1, 0])
-        above = (planes - 1) * self._step
+        above = _above(groups, self._step)
         stops, shifts, used, begun = [0], [], 0, 0
         # By Python: of a few dozen numbers, numpy would take three times as long.
         for copy, (begin, size) in enumerate(zip(self._begins, self._sizes, strict=True)):
@@ -141,27 +122,42 @@ class Staged:
         inner = Runs(spread.runs.pages, places, spread.runs.nbytes)
         slots = self._slots + spread.planes[1, 0]
         link = Runs(slots + moved.repeat(self._counts), slots, self._nbytes)
-        each = self._linked(link, [self._first[at] for at in stops], 1 if grouped else planes)
-        lots = [Lot(first[at], *some) for at, some in zip(stops[1:], each, strict=True)]
+        bounds, stop = [self._first[at] for at in stops], [first[at] for at in stops[1:]]
+        lots = self._lots(link, bounds, stop, groups)
         return Stage(Spread(spread.planes, inner, spread.first), lots, self._step)
 
-    def _linked(
-        self, link: Runs, bounds: Sequence[int], planes: int
-    ) -> Iterator[tuple[Runs, Runs | None]]:
-        """Yield what goes over the link between two bounds: whole on so many planes, and parts."""
-        whole, others, rest = (
-            Runs(link.pages, link.slots, link.nbytes * np.uint64(planes)),
-            None,
-            bounds,
-        )
+    def _lots(
+        self, link: Runs, bounds: Sequence[int], stops: Sequence[int], groups: Sequence[range]
+    ) -> dict[int, list[Lot]]:
+        """Return the lots of groups. link: of the first plane; of each lot between two bounds."""
+        begins = np.array([[group.start * self._step] for group in groups], np.uint64)
+        planes = np.array([[len(group)] for group in groups], np.uint64)
+        rest, parts = bounds, None
         if self._parts:
             mine, theirs = self._whole.nonzero()[0], (~self._whole).nonzero()[0]
-            whole, others = whole.some(self._whole), link.some(~self._whole)
-            bounds, rest = mine.searchsorted(bounds), theirs.searchsorted(bounds)
-        at = starts(whole)
-        whole = begun(whole, at)
-        for some, more in zip(pairwise(at.searchsorted(bounds)), pairwise(rest), strict=True):
-            yield whole.some(slice(*some)), None if others is None else others.some(slice(*more))
+            link, parts = link.some(self._whole), link.some(~self._whole)
+            bounds, rest = mine.searchsorted(bounds), theirs.searchsorted(bounds).tolist()
+            others = parts.slots + begins
+        at = starts(Runs(link.pages, link.slots, link.nbytes * planes[0]))
+        link, bounds = begun(link, at), at.searchsorted(bounds).tolist()
+        slots, sizes = link.slots + begins, link.nbytes * planes
+        found: dict[int, list[Lot]] = {}
+        for row, group in enumerate(groups):
+            lots = found[group.start] = []
+            for lot, stop in enumerate(stops):
+                some, more = slice(*bounds[lot : lot + 2]), slice(*rest[lot : lot + 2])
+                whole = Runs(link.pages[some], slots[row, some], sizes[row, some])
+                if parts is None:
+                    lots.append(Lot(stop, whole, None))
+                    continue
+                left = Runs(parts.pages[more], others[row, more], parts.nbytes[more])
+                lots.append(Lot(stop, whole, left))
+        return found
+
+
+def _above(groups: Sequence[range], step: int) -> int:
+    """Return how far the last plane of the widest group is beyond its first."""
+    return (max(map(len, groups)) - 1) * step
 
 
 @lru_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from itertools import chain
 from typing import Any, Final
@@ -17,7 +17,7 @@ from kvtier.device.chaos import POISON
 from kvtier.device.descriptors import Runs, joined
 from kvtier.device.spread import Spread, spreads
 from kvtier.device.stack import Bytes
-from kvtier.device.staging import Lot, Stage, Staged
+from kvtier.device.staging import Stage, Staged
 from kvtier.testing.guards import Guard, guards_of
 from kvtier.testing.layouts import cases, is_right
 from kvtier.testing.operators import Edit, edits
@@ -110,7 +110,7 @@ def _by_stages(
         low, high = stage.inner.reach()
         if low < address or high > address + most:
             raise AssertionError(f"{low} to {high} is not in {most} bytes at {address}")
-        _by_lots(stage, stage.lots, range(len(stage.inner.planes[0])), into_slot)
+        _by_lots(stage, range(len(stage.inner.planes[0])), into_slot)
     _nothing_beside(memory)
 
 
@@ -123,7 +123,7 @@ def _by_groups(spread: Spread, into_slot: bool) -> None:  # noqa: FBT001  (a Mov
     for group in groups:
         if stage is None:
             raise AssertionError("there is room for each group")
-        _by_lots(stage, [lot.on(group, stage.step) for lot in stage.lots], group, into_slot)
+        _by_lots(stage, group, into_slot)
     _nothing_beside(memory)
 
 
@@ -134,13 +134,12 @@ def _nothing_beside(memory: Bytes) -> None:
 
 def _by_lots(
     stage: Stage,
-    lots: Sequence[Lot],
     planes: range,
     into_slot: bool,  # noqa: FBT001  (as a Mover's)
 ) -> None:
     """Do what a copy through staging memory does on some planes."""
     run = 0
-    for lot in lots:
+    for lot in stage.lots[planes.start]:
         some = slice(planes.start, planes.stop)
         inner = Spread(stage.inner.planes[:, some], stage.inner.runs.some(slice(run, lot.stop)))
         run = lot.stop

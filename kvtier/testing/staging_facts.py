@@ -64,16 +64,15 @@ def _in_lots() -> bool:
         ]
         and links(parts) == [(3, [], [(1024, at + 960, 32), (1200, at + 992, 16)])]
         and (parts.step, found.step, split.step) == (48, 48, 0)
-        and _link(parts.lots[0].on(range(1, 3), 48))
-        == (3, [], [(1024, at + 1008, 32), (1200, at + 1040, 16)])
         and links(split)
         == [(2, [(1024 + 32 * n, odd.ctypes.data + 24 * n, 24) for n in (0, 1)], None)]
         and links(beside) == [(4, [(1024, at + 768, 192)], [(1216, at + 960, 16)])]
-        and [lot.stop for (stage,) in (fours,) for lot in stage.lots] == [4, 8]
-        and [lot.stop for (stage,) in (twos,) for lot in stage.lots] == [2, 4, 6, 8]
-        and {lot.stop for stage in ones for lot in stage.lots} == {1}
+        and [lot.stop for (stage,) in (fours,) for lot in stage.lots[0]] == [4, 8]
+        and [lot.stop for (stage,) in (twos,) for lot in stage.lots[0]] == [2, 4, 6, 8]
+        and {lot.stop for stage in ones for lot in stage.lots[0]} == {1}
         and [len(stage.inner.planes[0]) for stage in thirds] == [2, 2]
-        and [lot.whole.nbytes.tolist() for stage in halves for lot in stage.lots] == 2 * [4 * [96]]
+        and [lot.whole.nbytes.tolist() for stage in halves for lot in stage.lots[0]]
+        == 2 * [4 * [96]]
         and stage.inner.runs.nbytes.tolist() == [CUT_BYTES, 16]
         and spreads([single])[0][0].count == 2
     )
@@ -95,23 +94,23 @@ def _in_groups() -> bool:
     shared = _places((range(2),), 2, 16)
     if stage is None or few is None or cut is None or shared is None:
         return False
-    (lot,), (two, one) = stage.lots, few.lots
+    (lot,), (two, one) = stage.lots[4], few.lots[2]
     last = (8, [(1024 + 96 * n, slots[n] + 192, 48) for n in (0, 1)], _apart(slots[2] + 192, 192))
     return (
         (stage.inner.planes[1] - stage.inner.planes[1][0]).tolist() == [0, 48, 0, 48, 0]
         and stage.inner.planes[0].tolist() == spread.planes[0].tolist()
         and (few.inner.planes[1] - few.inner.planes[1][0]).tolist() == [0, 0, 0, 48, 0]
-        and _link(lot.on(groups[2], 48)) == last
-        and _link(two.on(groups[1], 48))
-        == (6, [(1024 + 96 * n, slots[n] + 96, 96) for n in (0, 1)], [])
-        and _link(one.on(groups[1], 48)) == (8, [], _apart(slots[2] + 96, 0))
+        and (list(stage.lots), list(few.lots)) == ([0, 2, 4], [2, 4])
+        and _link(lot) == last
+        and _link(two) == (6, [(1024 + 96 * n, slots[n] + 96, 96) for n in (0, 1)], [])
+        and _link(one) == (8, [], _apart(slots[2] + 96, 0))
         and staged.grouped(groups, 1024, 95, 9) is None
         and staged.grouped(groups, 1024, 96, 3) is not None
         and staged.grouped(groups, 1024, 96, 2) is None
         and staged.grouped([range(3), range(2, 4)], 1024, 1 << 20, 9) is None
         and staged.grouped([range(1), range(1)], 1024, 1 << 20, 9) is None
         and not shared.flags.writeable
-        and [lot.stop for lot in cut.lots] == [2]
+        and [lot.stop for lot in cut.lots[1]] == [2]
         and cut.inner.runs.nbytes.tolist() == [CUT_BYTES, 16]
     )
 
@@ -125,8 +124,9 @@ _Link = tuple[int, list[tuple[int, ...]], list[tuple[int, ...]] | None]
 
 
 def links(stage: Stage) -> list[_Link]:
-    """Return of each lot what ``_link`` does."""
-    return [_link(lot) for lot in stage.lots]
+    """Return of each lot of the only group what ``_link`` does."""
+    (lots,) = stage.lots.values()
+    return [_link(lot) for lot in lots]
 
 
 def _link(lot: Lot) -> _Link:
