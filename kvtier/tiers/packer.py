@@ -205,32 +205,42 @@ class Packer:
         reads = self._store.read_many([ids[at] for at in alone], [into[at] for at in alone])
         for at, read in zip(alone, reads, strict=True):
             out[at] = read
+        self._fetch_packed(packed, ids, into, out, records)
+        return out, records
+
+    def _fetch_packed(
+        self,
+        packed: Mapping[int, RecordId],
+        ids: Sequence[RecordId],
+        into: Sequence[memoryview],
+        out: list[Read],
+        records: list[RecordId | None],
+    ) -> None:
+        """Read parts from packs; what is not where it was known to be, once more from elsewhere."""
         newer = _newer(self._look(self.places.unseen(packed.values())))
-        members = self.places.members(packed, ids)
-        missed = self._read([one for one in members if one.place.pack not in newer], ids, into, out)
+        known = self.places.members(packed, ids)
+        missed = self._read([one for one in known if one.place.pack not in newer], ids, into, out)
         there = [one for one, status in missed.items() if status is not Status.ABSENT]
         looked = self._look([one.place.pack for one in there])
         newer |= _newer(looked)
         # What was looked for, and not what was known before the look: others look, too.
-        ats = [one.at for one in there]
-        again = [one for one in self.places.members(ats, ids) if one not in missed]
-        again = [one for one in again if one.place.pack not in newer]
-        moved = {one.at for one in again}
-        missed = {one: status for one, status in missed.items() if one.at not in moved}
-        missed |= self._read(again, ids, into, out)
-        for one in itertools.chain(members, again):
+        found = self.places.members([one.at for one in there], ids)
+        moved = [one for one in found if one not in missed and one.place.pack not in newer]
+        for one in itertools.chain(known, moved):
             records[one.at] = one.place.pack
+        elsewhere = {one.at for one in moved}
+        missed = {one: status for one, status in missed.items() if one.at not in elsewhere}
+        missed |= self._read(moved, ids, into, out)
         for one, status in missed.items():
             pack = one.place.pack
             if looked.get(pack) is not _Seen.SOUND:
                 records[one.at] = None
             if status is not Status.OK or looked.get(pack) is _Seen.OTHER:
                 self.places.forget(pack)  # it is gone, or no pack of these parts
-        for one in members:
+        for one in known:
             if one.place.pack in newer:
                 out[one.at], records[one.at] = Read(Status.NEWER), one.place.pack
                 self.places.forget(one.place.pack)
-        return out, records
 
     def _look(self, packs: Iterable[RecordId]) -> dict[RecordId, _Seen]:
         """Read the headers of packs, and where their parts lie; say what was found of which."""
