@@ -159,13 +159,15 @@ class CpuStream:
                 self._wake(deque((work,)))
 
     def _wake(self, works: deque[Callable[[], None]]) -> None:
-        """Put work into the queue. Called under the lock."""
-        self._work.put(works)
+        """Put work into the queue. Called under the lock.
+
+        Raises RuntimeError, and puts nothing there, where the system gives no thread.
+        """
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name=f"kvtier-{self._name}", daemon=True
-            )
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name=f"kvtier-{self._name}", daemon=True)
+            thread.start()
+            self._thread = thread
+        self._work.put(works)
 
     def _run(self) -> None:
         while (works := self._work.get()) is not None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import threading
 import tracemalloc
+from collections import deque
 from collections.abc import Iterator
 from contextlib import closing
 
 import numpy as np
 import pytest
 
-from kvtier.device import base
+from kvtier.device import base, cpu
 from kvtier.device.base import HOLE, Copy, Device, Role
 from kvtier.device.chaos import ChaosDevice
 from kvtier.device.cpu import CpuDevice
@@ -118,3 +120,40 @@ def test_taken_as_an_array_takes_it_the_id_would_be_one(device: CpuDevice, monke
     slot = np.zeros((PLANES, 1, BYTES), np.uint8)
     assert copied(device, Copy(pages, [-2], slot), "store")
     assert np.array_equal(slot, pages[:, [-2]])
+
+
+def late(device: CpuDevice, monkeypatch) -> bool:
+    """Copy where there is no thread, and then where there is; return if the first copy was made."""
+    pages = np.ones((PLANES, BLOCKS, BYTES), np.uint8)
+    first, second = np.zeros((2, PLANES, 1, BYTES), np.uint8)
+
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            device.gather(device.stream("store"), [Copy(pages, [1], first)], ())
+    assert copied(device, Copy(pages, [2], second), "store")
+    assert second.all()
+    return bool(first.any())
+
+
+def test_a_copy_for_which_there_was_no_thread_is_not_made_later(device: CpuDevice, monkeypatch):
+    """Its slot is another's by then. And those behind it are made as soon as there is one."""
+    assert not late(device, monkeypatch)
+
+
+def test_queued_before_there_is_a_thread_it_would_be_made(device: CpuDevice, monkeypatch):
+    """The twin."""
+    wake = cpu.CpuStream._wake
+
+    def wakes(stream, works):
+        if stream._thread is None:
+            stream._work.put(works)
+            wake(stream, deque())
+        else:
+            wake(stream, works)
+
+    monkeypatch.setattr(cpu.CpuStream, "_wake", wakes)
+    assert late(device, monkeypatch)

@@ -207,6 +207,16 @@ def test_without_a_choice_the_table_says():
     assert driver.calls[len(stored) :] == ["copy", "launch 8"], "and read directly when loaded"
 
 
+def test_a_driver_without_batched_copies_is_not_asked_for_long_ones():
+    kv, driver = np.ones((2, 4, LONG), np.uint8), CpuDriver(batches=False)
+    slot = np.zeros((2, 2, LONG), np.uint8)
+    with closing(made(None, driver, staging_bytes=1 << 20)) as device:
+        device.pin(slot)
+        assert gather(device, [Copy(kv, (1, 3), slot)]).wait(SECONDS)
+        assert scatter(device, [Copy(kv, (0, 2), slot)])[-1].wait(SECONDS)
+    assert slot.all()
+
+
 # ---------------------------------------------------------------------------------------- order
 
 
@@ -249,6 +259,17 @@ def test_fences_of_the_host_have_to_be_done():
         failed.settle(RuntimeError("the kernel failed"))
         with pytest.raises(RuntimeError, match="kernel failed"):
             gather(device, [], failed)
+
+
+def test_who_computes_waits_itself_for_a_fence_of_no_gpu():
+    gate, failed = CpuFence(), CpuFence()
+    with closing(made()) as device:
+        assert not device.hold(gate, 0)
+        gate.settle()
+        assert device.hold(gate, 0)
+        failed.settle(RuntimeError("the kernel failed"))
+        with pytest.raises(RuntimeError, match="kernel failed"):
+            device.hold(failed, 0)
 
 
 def test_one_operation_in_flight_is_too_few():
@@ -325,6 +346,11 @@ def test_what_is_still_copied_is_not_let_go_for_what_is_mapped_anew(monkeypatch)
         assert fence.wait(SECONDS)
         device.pin(new)
         assert len(driver.registered) == 2
+
+
+def test_tensors_that_are_none_of_the_drivers_are_refused():
+    with closing(made()) as device, pytest.raises(ConfigError, match="none of this driver's"):
+        device.pages(torch.zeros(4, 8, 64, device="meta"), 4, 256)
 
 
 def test_streams_of_others_are_refused():

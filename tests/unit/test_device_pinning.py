@@ -49,6 +49,21 @@ def test_memory_is_pinned_once_exactly_and_let_go_at_the_end(device, driver):
     assert driver.pinned == {}
 
 
+def test_memories_that_lie_side_by_side_are_both_pinned(device, driver):
+    memory = np.zeros(3 * 4096, np.uint8)
+    low, middle, high = (memory[at : at + 4096] for at in range(0, memory.nbytes, 4096))
+    for one in (low, high, middle):
+        device.pin(one)
+    assert driver.pinned == {one.ctypes.data: 4096 for one in (low, middle, high)}
+
+
+def test_what_has_grown_where_it_lay_is_pinned_anew(device, driver):
+    memory = np.zeros(8192, np.uint8)
+    device.pin(memory[:4096])
+    device.pin(memory)
+    assert driver.pinned == {memory.ctypes.data: 8192}
+
+
 def test_what_is_mapped_anew_where_another_lay_is_pinned_anew(device, driver):
     """By its address alone it would look pinned, and a GPU would use pages that are nobody's."""
     place = np.zeros(4096, np.uint8)
