@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import cast
+from unittest import mock
 
 import numpy as np
 
+from kvtier.device import spread as planner
 from kvtier.device.base import HOLE, Copy, PlaneGroups
 from kvtier.device.descriptors import Runs, cut, joined
 from kvtier.device.layout import byte_pages
@@ -28,6 +30,7 @@ def facts_hold() -> bool:
         and _cut_groups()
         and _together()
         and _stacks()
+        and _looks_once()
         and all(_refused(error, said, call) for error, said, call in _refusals())
     )
 
@@ -83,6 +86,15 @@ def _refusals() -> Iterator[tuple[type[Exception], str, Callable[[], object]]]:
         (np.zeros((4, 5, 32), np.uint16), "is not 4 planes"),
     ):
         yield ConfigError, said, partial(byte_pages, bad, 4, 128)
+
+
+def _looks_once() -> bool:
+    """Say whether of chunks that are alike only the first is looked at: it takes a while."""
+    pages, arena = np.zeros((4, 9, 16), np.uint8), np.zeros((5, 4, 2, 16), np.uint8)
+    copies = [Copy(pages, (at, at + 2), slot) for at, slot in enumerate(arena)]
+    with mock.patch.object(planner, "_shape", wraps=vars(planner)["_shape"]) as looks:
+        spreads([copies])
+        return looks.call_count == 1
 
 
 def _plain_facts() -> bool:
