@@ -76,6 +76,8 @@ def recover(directory: SlabDirectory, capacity: int, durability: str, io: FileIO
 def _discard_what_cannot_be_used(directory: SlabDirectory) -> None:
     since = directory.unsynced_since()
     if not directory.index.exists() or directory.index.stat().st_size == 0:
+        if directory.segments():
+            _logger.warning("%s has segments, and no index of them; starting empty", directory.path)
         directory.discard()
     elif since is not None and (since != boot_id() or not since):
         _logger.warning(

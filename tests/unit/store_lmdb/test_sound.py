@@ -209,6 +209,21 @@ def test_the_log_names_the_page(opened: Any, caplog: pytest.LogCaptureFixture) -
     assert (opened.folder / "index-unreadable.bad").exists()
 
 
+@pytest.mark.parametrize(("there", "said"), [(True, 1), (False, 0)])
+@pytest.mark.parametrize("harm", [Path.unlink, Path.write_bytes], ids=["removed", "cut"])
+def test_an_index_that_is_gone_is_said_where_it_had_something(
+    opened: Any, caplog: pytest.LogCaptureFixture, harm: Any, *, there: bool, said: int
+) -> None:
+    """And the twin: where nothing was stored, nothing is lost."""
+    store = opened(64 * MIB)
+    store.write_many([make_record(1, 3000)] if there else [])
+    store.close()
+    harm(opened.folder / "index.lmdb", *([b""] if harm is Path.write_bytes else []))
+    caplog.set_level(logging.WARNING)
+    assert list(opened(64 * MIB).scan()) == []
+    assert caplog.text.count("has segments, and no index of them; starting empty") == said
+
+
 def test_repair_makes_the_list_of_free_pages_anew(filled: Any) -> None:
     """Entries are whole, and still LMDB must not write there."""
     index = Index(filled.index, filled.index.stat().st_size, synced=False)
