@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -62,6 +63,11 @@ class Listener(ThreadingHTTPServer):
             if self._last is None or time.monotonic() - self._last[0] > _FRESH_SECONDS:
                 self._last = time.monotonic(), ask_status(self._path, _SECONDS)
             return self._last[1]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a client that has gone, as one does whose time is over."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

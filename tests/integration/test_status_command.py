@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import threading
 import urllib.error
@@ -113,6 +114,29 @@ def test_whoever_asks_how_often_the_daemon_is_asked_once_a_second(tmp_path, monk
         for _ in range(5):
             assert answered(f"{url}/metrics")[0] == 200
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(BrokenPipeError, 0), (TimeoutError, 0), (ArithmeticError, 1)]
+)
+def test_of_a_client_that_is_gone_nothing_is_said(tmp_path, monkeypatch, capsys, error, told):
+    """And the twin: of a mistake here all is."""
+    ended, shut = threading.Event(), listen.Listener.shutdown_request
+
+    def gone(*_):
+        raise error
+
+    def end(server, request):
+        shut(server, request)
+        ended.set()
+
+    monkeypatch.setattr(listen._Handler, "_answer", gone)
+    monkeypatch.setattr(listen.Listener, "shutdown_request", end)
+    with listening(tmp_path / "s") as url:
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            answered(f"{url}/nothing")
+        assert ended.wait(WITHIN)
+    assert capsys.readouterr().err.count("Traceback") == told
 
 
 @pytest.mark.parametrize(
