@@ -14,7 +14,7 @@ from kvtier.device.cpu import CpuDevice, CpuFence, CpuStream
 from kvtier.device.cuda import CudaDevice
 from kvtier.device.layout import bytes_at
 from kvtier.device.paths import DEFAULT, PATHS, Choice
-from kvtier.device.turns import CudaFence
+from kvtier.device.turns import TABLE_RUNS, CudaFence
 from kvtier.errors import ConfigError, MisuseError
 from kvtier.testing.cpu_driver import CpuDriver
 from kvtier.testing.hazards import AT_ONCE, HAZARDS, examine
@@ -128,6 +128,20 @@ def test_more_runs_or_planes_than_a_table_has_room_for(way, planes, blocks):
         device.pin(slots)
         fences = [gather(device, [Copy(kv, ids, slot)]) for slot in slots]
         assert all(fence.wait(SECONDS) for fence in fences)
+    assert all(np.array_equal(slot, kv[:, ids]) for slot in slots)
+
+
+@pytest.mark.parametrize("batches", [True, False])
+def test_more_runs_than_a_table_has_room_for_in_several_stages(batches):
+    count, blocks = 8, 800  # of which one copy is staged at a time
+    kv = np.random.default_rng(0).integers(0, 200, (1, 2 * blocks, 8), np.uint8)
+    slots, ids = np.zeros((count, 1, blocks, 8), np.uint8), range(0, 2 * blocks, 2)
+    assert count * blocks > TABLE_RUNS
+    driver = CpuDriver(batches=batches)
+    with closing(made(Choice("staged"), driver, staging_bytes=blocks * 8)) as device:
+        device.pin(slots)
+        assert gather(device, [Copy(kv, ids, slot) for slot in slots]).wait(SECONDS)
+    assert driver.calls.count("launch 4") == count
     assert all(np.array_equal(slot, kv[:, ids]) for slot in slots)
 
 

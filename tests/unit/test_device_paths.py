@@ -67,6 +67,10 @@ def test_a_table_is_kept_for_its_gpu_alone(tmp_path):
     assert kept_table(tmp_path / "new", "a GPU") == table
     assert kept_table(tmp_path / "new", "another GPU") == Table("another GPU")
     assert kept_table(tmp_path, "a GPU") == Table("a GPU")
+    assert table_path(tmp_path / "new", "a/GPU") == path, "whose names are not told apart there"
+    assert kept_table(tmp_path / "new", "a/GPU") == Table("a/GPU")
+    assert list(path.parent.iterdir()) == [path]
+    assert path.parent.stat().st_mode & 0o077 == 0
 
 
 def test_another_version_is_no_table_of_today(tmp_path):
