@@ -1,8 +1,9 @@
 """Run the cases of real engines, each in a process of its own, and say how each came out.
 
 usage: python tests/engines/run.py [--short] with the Python that has them. ``make engines`` makes
-that and calls this. The last line is a JSON object, {engine: {case: outcome}}; an outcome is
-``ok`` or says what was seen instead. Leaves with 1 unless all are ok.
+that and calls this. A line each says how a case came out, once that is known. The last line is a
+JSON object, {engine: {case: outcome}}; an outcome is ``ok`` or says what was seen instead. Leaves
+with 1 unless all are ok.
 """
 
 from __future__ import annotations
@@ -49,17 +50,31 @@ class Bench:
         return json.loads(out.read_text(encoding="utf-8"))
 
     def _call(self, words: list[str]) -> str:
-        done = subprocess.run(
-            [sys.executable, str(HERE / words[0]), *words[1:]],
-            check=False,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            env=self.environment,
-        )
+        done = self.python(str(HERE / words[0]), *words[1:])
         if done.returncode:
             print(done.stderr[-3000:], file=sys.stderr, flush=True)
         return done.stderr
+
+    def python(self, *words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words]
+        try:
+            return subprocess.run(
+                command,
+                check=False,
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                env=self.environment,
+                cwd=self.folder,
+            )
+        except subprocess.TimeoutExpired:  # the other cases go on
+            return subprocess.CompletedProcess(command, 1, "", f"not ended in {SECONDS} s")
+
+
+def told(cases: Outcomes) -> Outcomes:
+    for case, outcome in cases.items():
+        print(f"vllm     {case:28} {outcome}", flush=True)
+    return cases
 
 
 def said(is_so: object, seen: object) -> str:
@@ -169,15 +184,7 @@ def in_processes(bench: Bench, plain: dict[str, Any]) -> Outcomes:
 def benchmarked(bench: Bench) -> Outcomes:
     """Run the benchmark of the command line, small."""
     words = ["bench", "vllm", "shared-prefix", "--num-prefixes", "1", "--prefix-len", "512"]
-    done = subprocess.run(
-        [sys.executable, "-m", "kvtier", *words, "--arms", "recompute,dram", "--json", "-"],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        env=bench.environment,
-        cwd=bench.folder,
-    )
+    done = bench.python("-m", "kvtier", *words, "--arms", "recompute,dram", "--json", "-")
     if done.returncode:
         return {"kvtier bench vllm": f"not so; seen: {done.stderr[-500:]}"}
     recompute, dram = json.loads(done.stdout)["arms"]
@@ -218,29 +225,28 @@ def without_a_daemon(bench: Bench, plain: dict[str, Any]) -> Outcomes:
 
 def vllm(bench: Bench, *, short: bool) -> Outcomes:
     plain = bench.vllm("plain", "none")
-    found = in_memory(bench, "plain", plain)
+    found = told(in_memory(bench, "plain", plain))
     if short:
         return found
     more: list[Callable[[Bench, str, dict[str, Any]], Outcomes]] = [on_disk, in_a_crowd]
     for cases in more:
-        found |= cases(bench, "plain", plain)
-    found |= with_adapters(bench, plain)
-    found |= in_processes(bench, plain)
-    found |= without_a_daemon(bench, plain)
-    found |= refused(bench)
-    found |= benchmarked(bench)
+        found |= told(cases(bench, "plain", plain))
+    found |= told(with_adapters(bench, plain))
+    found |= told(in_processes(bench, plain))
+    found |= told(without_a_daemon(bench, plain))
+    found |= told(refused(bench))
+    found |= told(benchmarked(bench))
     hybrid = bench.vllm("hybrid", "none")
     for cases in (in_memory, on_disk, in_a_crowd):
-        found |= {f"hybrid: {case}": how for case, how in cases(bench, "hybrid", hybrid).items()}
+        found |= told(
+            {f"hybrid: {case}": how for case, how in cases(bench, "hybrid", hybrid).items()}
+        )
     return found
 
 
 def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvtier-engines-") as folder:
         outcomes = {"vllm": vllm(Bench(Path(folder)), short="--short" in sys.argv)}
-    for engine, cases in outcomes.items():
-        for case, outcome in cases.items():
-            print(f"{engine:8} {case:28} {outcome}")
     print(json.dumps(outcomes))
     return any(how != "ok" for cases in outcomes.values() for how in cases.values())
 
