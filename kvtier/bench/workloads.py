@@ -233,7 +233,7 @@ def _suffix(encode: Encode, number: int, longest: int, lead: str = "\n\n") -> li
         best, text = suffix, text + " "
     if not best:
         raise ConfigError(
-            f"suffix-len {longest} is too short for question and template, which take "
+            f"--suffix-len {longest} is too short for question and template, which take "
             f"{len(suffix)} tokens here; ask for at least that"
         )
     return best

@@ -152,6 +152,7 @@ def show_stack(found: Stack) -> None:
             f"p90 {format_seconds(times.p90)}, p99 {format_seconds(times.p99)}",
             highlight=False,
         )
+    console.print("Without is an engine that computes all of it, and keeps nothing in GPU memory.")
     for one in found.levels:
         if not one.hit_tokens:
             console.print(f"{one.name} serves nothing here: this would be as fast without it.")

@@ -240,6 +240,7 @@ def test_the_report_says_where_more_stops_paying(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "the knee" in out
     assert "TTFT with it" in out
+    assert "GPU memory alone finds 100.0%, where it is all for the cache" in " ".join(out.split())
     tiers = json.loads(report.read_text())["tiers"]
     dram, disk = tiers["levels"]
     assert (dram["nbytes"], disk["nbytes"]) == (2 * 8 * 131_072, 16 * 8 * 131_072)
@@ -254,6 +255,9 @@ def test_the_report_says_where_more_stops_paying(tmp_path, capsys):
     assert found["request_tokens"] == 8 + 1  # with the answer
     assert found["at_a_time"] == json.loads(report.read_text())["budget"]["tokens"] // 9
     assert all(point["optimum"] >= point["hit_rate"] for point in found["points"])
+    small = [*command, "--gpu-memory", "1GB", "--block-size", "4"]
+    assert run(small) == 1  # what has no room finds nothing
+    assert "GPU memory alone finds" not in capsys.readouterr().out
 
 
 def test_every_precision_is_between_half_a_byte_and_four():

@@ -233,6 +233,7 @@ def test_the_command_shows_a_row_a_tier_and_writes_json(trace_file, tmp_path, ca
     shown = capsys.readouterr().out
     assert "lmdb" in shown
     assert "TTFT without" in shown
+    assert "Without is an engine that computes all of it, and keeps nothing in GPU memory." in shown
 
 
 @pytest.mark.parametrize(
