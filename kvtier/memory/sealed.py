@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from pathlib import Path
@@ -55,10 +56,11 @@ def sealed_size(fd: int) -> int:
 
 def no_memory(capacity: int, error: OSError) -> ConfigError:
     """Build the error for memory that the system does not give."""
+    limit = "-f, LimitFSIZE=" if error.errno == errno.EFBIG else "-v, LimitAS="
     return ConfigError(
         f"cannot take {format_bytes(capacity)} of memory for dram "
         f"({error.strerror}; {format_bytes(available_bytes())} available); ask for less, or "
-        "raise this process's limit (ulimit -v, LimitAS=)"
+        f"raise this process's limit (ulimit {limit})"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -15,7 +16,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.memory import arena as module
 from kvtier.memory.arena import Arena
-from kvtier.memory.sealed import PAGE_BYTES, sealed_memory
+from kvtier.memory.sealed import PAGE_BYTES, no_memory, sealed_memory
 
 MIB = 1 << 20
 
@@ -293,3 +294,11 @@ def test_without_asking_it_would_not_be(monkeypatch):
         assert mapped("AnonHugePages") == 0
     finally:
         arena.close()
+
+
+@pytest.mark.parametrize(
+    ("cause", "limit"), [(errno.EFBIG, "ulimit -f, LimitFSIZE="), (errno.ENOMEM, "ulimit -v, Lim")]
+)
+def test_the_limit_that_is_in_the_way_is_named(cause, limit):
+    """Memory that processes share counts as a file."""
+    assert limit in str(no_memory(MIB, OSError(cause, os.strerror(cause))))
