@@ -219,6 +219,36 @@ def test_after_a_failed_copy_its_bytes_may_be_written_but_not_read(device):
     device.touch("checksum", reads=[middle])
 
 
+def test_an_older_fence_takes_nothing_back_of_what_a_newer_one_said(device):
+    kv, first, second = pages(), slot(2), slot(2)
+    older = gather(device, Copy(kv, [1, 2], first))
+    newer = gather(device, Copy(kv, [3, 4], second))
+    assert newer.wait(SECONDS)
+    assert older.wait(SECONDS)
+    device.touch("checksum", reads=[first, second])
+
+
+def test_what_is_computed_on_the_devices_own_stream_is_behind_the_hosts_fence():
+    kv, middle = pages(), slot(2)
+    with closing(Checked(ChaosDevice(4, "random"))) as device:
+        device.compute.declare("computing", writes=[kv])
+        with pytest.raises(RaceError):
+            gather(device, Copy(kv, [1, 2], middle))
+        assert gather(device, Copy(kv, [1, 2], middle), device.host_fence()).wait(SECONDS)
+
+
+def test_what_the_fence_before_covers_has_not_failed_with_what_comes_after_it(device):
+    kv, good, bad = pages(), slot(2), slot(2)
+    stored = gather(device, Copy(kv, [1, 2], good))
+    failed = gather(device, Copy(kv, [1, BLOCKS], bad))
+    with pytest.raises(MisuseError, match="do not match"):
+        failed.wait(SECONDS)
+    assert stored.wait(SECONDS)
+    device.touch("checksum", reads=[good])
+    with pytest.raises(RaceError, match="has failed to write"):
+        device.touch("checksum", reads=[bad])
+
+
 def test_close_orders_the_host_after_everything(device):
     kv, middle = pages(), slot(2)
     gather(device, Copy(kv, [1, 2], middle))
