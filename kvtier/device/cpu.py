@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvtier.device.base import Copy, Fence, PlaneGroups, Role, Stream, block_runs
 from kvtier.device.layout import byte_pages
-from kvtier.device.rows import copy_rows, rows_of, scattered
+from kvtier.device.rows import copy_scattered
 from kvtier.errors import ConfigError, MisuseError
 
 _CLOSE_SECONDS: Final = 10.0
@@ -275,8 +275,7 @@ def _copy_all(copies: Sequence[Copy], *, into_slot: bool) -> None:
 
 
 def _copy(copy: Copy, *, into_slot: bool) -> None:
-    if scattered(copy) and (rows := rows_of(copy.pages)):
-        copy_rows(rows, copy, into_slot=into_slot)
+    if copy_scattered(copy, into_slot=into_slot):
         return
     runs, count = list(block_runs(copy.blocks)), copy.pages.shape[1]
     if runs and max(copy.blocks) >= count:  # before any of them is copied
