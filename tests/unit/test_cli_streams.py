@@ -101,8 +101,48 @@ def test_what_stdout_has_no_character_for_is_an_escape(tmp_path):
     args = ("replay", trace(tmp_path, "\u00e9.jsonl".encode()), *REPLAY)
     status, said, wrong = kvtier(*args, encoding="ascii")
     assert (status, wrong) == (0, b"")
-    assert said.startswith(rb"\xe9.jsonl: hit rate")
+    assert said.startswith(rb"\u00e9.jsonl: hit rate")
     assert kvtier(*args, encoding="ascii", program=("-c", TWIN))[0] == 2
+
+
+NAME = "\u00e9\u20ac\U0001f600.jsonl"  # of two, of four, and of twice four hex digits
+BY_PYTHON = """
+import sys
+from kvtier.cli.main import main
+sys.stdout.reconfigure(errors="backslashreplace")
+main()
+"""
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_json_stays_json_whatever_stdout_has_characters_for(tmp_path, encoding):
+    args = ("replay", trace(tmp_path, NAME.encode()), *REPLAY, "--json", "-")
+    status, said, wrong = kvtier(*args, encoding=encoding)
+    assert (status, wrong) == (0, b"")
+    assert json.loads(said.decode(encoding))["trace"] == NAME
+
+
+def test_twin_by_escapes_of_python_it_would_be_none(tmp_path):
+    args = ("replay", trace(tmp_path, NAME.encode()), *REPLAY, "--json", "-")
+    status, said, _ = kvtier(*args, encoding="ascii", program=("-c", BY_PYTHON))
+    assert status == 0
+    with pytest.raises(ValueError, match="escape"):
+        json.loads(said)
+
+
+STRICT = """
+from kvtier.cli import streams
+streams._ERRORS = "strict"
+from kvtier.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(("program", "status"), [(("-m", "kvtier"), 2), (("-c", STRICT), 1)])
+def test_an_error_that_nobody_reads_may_have_any_name(tmp_path, program, status):
+    """And the twin: a stream that takes UTF-8 only, as Python opens others than its stderr."""
+    absent = os.fsdecode(os.fsencode(tmp_path) + b"/\xff")
+    assert kvtier("replay", absent, *REPLAY, closed=[2], program=program)[0] == status
 
 
 def test_a_trace_may_have_any_name(tmp_path, capsys):
