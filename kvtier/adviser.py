@@ -57,7 +57,7 @@ class Adviser:
         """See ``Cache.seed``."""
         try:
             rungs = msgspec.json.decode(read_settings(Path(path)), type=list[_Rung])
-        except (OSError, TypeError, ValueError) as error:  # msgspec's is a ValueError
+        except (OSError, RecursionError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{path!r} is not what `kvtier doctor --measure URL --keep FILE` writes: {error}"
             ) from error

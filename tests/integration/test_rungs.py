@@ -59,6 +59,7 @@ def test_the_codec_is_a_rung_by_what_it_takes_of_a_core(monkeypatch):
         "",
         "{}",
         '[{"tier": 1}]',
+        '[{"of a later version": ' + "[" * 9999,
         '[{"tier": "lmdb", "latency_s": -1, "read_bytes_per_s": 1}]',
         '[{"tier": "lmdb", "latency_s": 0, "read_bytes_per_s": 0}]',
     ],
