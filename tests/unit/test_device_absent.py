@@ -12,7 +12,7 @@ from kvtier.device.torch_driver import cuda_device
 from kvtier.errors import ConfigError
 
 
-def test_drivers_beforebatched_copies_are_not_asked_for_them():
+def test_drivers_before_batched_copies_are_not_asked_for_them():
     assert torch_driver.batched_copies(12070) is None
 
 

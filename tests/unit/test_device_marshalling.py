@@ -151,7 +151,7 @@ def test_attributes_that_lie_otherwise_are_noticed(library, monkeypatch):
     assert (status, right) == (INVALID_VALUE, False)
 
 
-def test_a_driver_that_does_not_know_it_has_nobatched_copies(library, tmp_path):
+def test_a_driver_that_does_not_know_it_has_no_batched_copies(library, tmp_path):
     known = ctypes.c_int.in_dll(ctypes.CDLL(library), "known")
     known.value = 0
     try:

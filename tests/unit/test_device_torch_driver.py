@@ -275,7 +275,7 @@ def test_where_a_gpu_is_on_the_bus_says_which_memory_is_near(made, monkeypatch):
     assert made(Cupy()).node == 3
 
 
-def testbatched_copies_are_had_where_the_driver_has_them(made):
+def test_batched_copies_are_had_where_the_driver_has_them(made):
     assert not made(Cupy()).batches
     assert made(Cupy(), batch=lambda *_: 0).batches
     with pytest.raises(ConfigError, match="has no batched copies"):
