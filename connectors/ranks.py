@@ -20,7 +20,7 @@ from kvtier.clock import monotonic
 from kvtier.copier import Pages
 from kvtier.copyplan import CopyPlan
 from kvtier.device.base import Device, Fence
-from kvtier.errors import ProtocolError
+from kvtier.errors import KvtierError, ProtocolError
 from kvtier.transfer import CopyStatus, CopyTransfer
 
 _LENGTH: Final = struct.Struct("<I")
@@ -187,7 +187,9 @@ class RankCopies:
         plan = CopyPlan.decode(data)
         try:
             transfer = self._pages.execute(plan, after=(self._device.host_fence(),))
-        except ProtocolError as error:
+        except (
+            KvtierError
+        ) as error:  # it does not fit, or memory cannot be pinned: all ranks hear it
             self._tell(plan, str(error))
             return
         self._running.append((plan, transfer))

@@ -23,7 +23,7 @@ from kvtier.connectors.executor import Executor, LayersLanding
 from kvtier.copier import Pages
 from kvtier.copyplan import CopyPlan
 from kvtier.device.base import Device
-from kvtier.errors import ConfigError, MisuseError, ProtocolError
+from kvtier.errors import ConfigError, KvtierError, MisuseError
 from kvtier.identity.keys import as_tokens
 from kvtier.identity.namespace import Request
 from kvtier.prefix import Prefix
@@ -351,14 +351,14 @@ class ReferenceConnector:
         return state
 
     def _execute(self, plan: CopyPlan) -> CopyTransfer:
-        """Enqueue a plan's copies. Raises ProtocolError for one that does not fit the blocks."""
+        """Enqueue a plan's copies. Raises what ``Pages.execute`` does of one that it refuses."""
         after = (self._device.host_fence(),)
         return self._started(plan, lambda: self._pages.execute(plan, after=after))
 
     def _started(self, plan: CopyPlan, start: Callable[[], Moving]) -> Moving:
         try:
             return start()
-        except ProtocolError as error:  # nothing was enqueued, so its slots are free again
+        except KvtierError as error:  # nothing was enqueued, so its slots are free again
             self._cache.settle(plan, CopyResult(CopyStatus.FAILED, cause=str(error)))
             raise
 

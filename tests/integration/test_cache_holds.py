@@ -80,6 +80,21 @@ def test_a_plan_that_does_not_fit_the_blocks_holds_nothing(toy):
     assert toy.cache.figures()["kvtier_leased_parts"] == 0
 
 
+@pytest.mark.inside("counts slots")
+def test_a_plan_whose_memory_cannot_be_pinned_holds_nothing(toy, monkeypatch):
+    def refuse(*_, **__):
+        raise ConfigError("CUDA does not pin the arena of the daemon that came after")
+
+    tokens = prompt(257)
+    with monkeypatch.context() as patch:
+        patch.setattr(toy.connector._pages, "execute", refuse)
+        with pytest.raises(ConfigError, match="does not pin"):
+            toy.connector.save("a", tokens[:256], list(range(16)))
+    toy.connector.finish("a")
+    toy.cache.flush(timeout=5)
+    assert toy.cache._desk.depot.arena.slots_in_use == 0
+
+
 @pytest.mark.inside("stands in for the catalog")
 def test_clearing_ends_while_others_go_on_saving(toy, monkeypatch):
     monkeypatch.setattr(toy.cache._desk.catalog, "clear", lambda *_: ["just saved"])

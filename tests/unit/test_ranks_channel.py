@@ -6,12 +6,15 @@ import os
 import socket
 import subprocess
 import threading
+from contextlib import closing
 
 import pytest
 
 from kvtier.connectors import ranks
-from kvtier.connectors.ranks import Channel, RankedPages
+from kvtier.connectors.ranks import Channel, RankCopies, RankedPages
 from kvtier.copyplan import CopyPlan, PlanPart
+from kvtier.device.cpu import CpuDevice
+from kvtier.errors import ConfigError
 from kvtier.transfer import CopyStatus
 
 FILLER = bytes(1 << 20)
@@ -89,3 +92,19 @@ def test_a_plan_that_a_rank_never_had_is_over_at_once(ends, process):
     ends[1].close()
     after = RankedPages([Channel(ends[0])], [process[1]]).execute(plan(2), ())
     assert after.result(20).cause == "OSError: rank 0: gone"
+
+
+def test_a_rank_that_cannot_copy_a_plan_says_so_and_goes_on(ends):
+    """Its memory cannot be pinned, say: the scheduler would wait for its word till a deadline."""
+
+    class Pages:
+        def execute(self, plan, after):
+            raise ConfigError("CUDA does not pin the arena")
+
+    told = []
+    with closing(CpuDevice()) as device:
+        copies = RankCopies(Channel(ends[1]), Pages(), device, told.append)
+        copies.execute(bytes(plan(3)))
+        assert not copies.report()
+    assert Channel(ends[0]).receive(20.0) == ["copied", 7, 3, "CUDA does not pin the arena"]
+    assert told == [3]
