@@ -187,9 +187,7 @@ class RankCopies:
         plan = CopyPlan.decode(data)
         try:
             transfer = self._pages.execute(plan, after=(self._device.host_fence(),))
-        except (
-            KvtierError
-        ) as error:  # it does not fit, or memory cannot be pinned: all ranks hear it
+        except KvtierError as error:  # it does not fit, or memory cannot be pinned
             self._tell(plan, str(error))
             return
         self._running.append((plan, transfer))
