@@ -112,7 +112,7 @@ def kept_table(folder: Path, gpu: str) -> Table:
     try:
         found = msgspec.json.decode(text, type=Table)
         _check(found.speeds)
-    except (msgspec.DecodeError, ValueError) as error:
+    except (msgspec.DecodeError, RecursionError, ValueError) as error:
         raise ConfigError(
             f"{path} is no table of copy paths ({error}); remove it, or measure anew by "
             "`kvtier doctor --device`"

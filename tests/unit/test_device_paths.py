@@ -96,6 +96,7 @@ def test_another_version_is_no_table_of_today(tmp_path):
             '{"gpu": "a GPU", "speeds": [{"role": "load", "run_bytes": 1, "runs": 1, '
             '"choice": {"way": "batch"}, "gb_per_s": -1}]}'
         ),
+        '{"gpu": "a GPU", "of a later version": ' + "[" * 9999,
     ],
 )
 def test_a_file_that_is_no_table_is_told_with_its_remedy(tmp_path, text):
