@@ -38,8 +38,8 @@ def _in_lots() -> bool:
     odd = np.zeros((2, 1, 1, 24), np.uint8)
     (uneven,) = spreads([[Copy(np.zeros((1, 2, 24), np.uint8), (1,), slot) for slot in odd]])[0]
     (split,) = Staged(uneven).stages(1024, 64, *MANY)
-    limits = ((9, 4), (9, 2), (9, 1), (3, 9), (2, 9))
-    fours, twos, ones, thirds, halves = (
+    limits = ((9, 4), (9, 3), (9, 2), (9, 1), (3, 9), (2, 9))
+    fours, threes, twos, ones, thirds, halves = (
         list(Staged(spread).stages(1024, 1 << 20, *n)) for n in limits
     )
     long = np.zeros((1, 1, CUT_BYTES + 16), np.uint8)
@@ -68,7 +68,8 @@ def _in_lots() -> bool:
         == [(2, [(1024 + 32 * n, odd.ctypes.data + 24 * n, 24) for n in (0, 1)], None)]
         and links(beside) == [(4, [(1024, at + 768, 192)], [(1216, at + 960, 16)])]
         and [lot.stop for (stage,) in (fours,) for lot in stage.lots[0]] == [4, 8]
-        and [lot.stop for (stage,) in (twos,) for lot in stage.lots[0]] == [2, 4, 6, 8]
+        and [[lot.stop for lot in stage.lots[0]] for (stage,) in (threes, twos)]
+        == 2 * [[2, 4, 6, 8]]
         and {lot.stop for stage in ones for lot in stage.lots[0]} == {1}
         and [len(stage.inner.planes[0]) for stage in thirds] == [2, 2]
         and [lot.whole.nbytes.tolist() for stage in halves for lot in stage.lots[0]]
