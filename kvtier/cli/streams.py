@@ -18,15 +18,17 @@ def ready_streams() -> None:
     """Let all three be there, and stdout take every character.
 
     One that is closed becomes /dev/null: Python has None in its place, and what is opened next, a
-    store's file or a socket, would get its number, and what is printed. What stdout's encoding has
-    not, such as a name of a file, is written as an escape of JSON, which it may be part of. To be
-    called before anything is opened.
+    store's file or a socket, would get its number, and what is printed; in a process that is
+    started from here, too, as a server's arena did. What stdout's encoding has not, such as a name
+    of a file, is written as an escape of JSON, which it may be part of. To be called before
+    anything is opened.
     """
     for number, (name, mode) in enumerate(_STREAMS):
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the least number that is free
+            # It gets the least number that is free. Processes that are started here need it, too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # noqa: FBT003
         if getattr(sys, name) is None:
             stream = os.fdopen(number, mode, encoding="utf-8", errors=_ERRORS, closefd=False)
             setattr(sys, name, stream)

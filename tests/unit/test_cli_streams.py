@@ -45,17 +45,30 @@ def test_twin_python_has_nothing_in_place_of_a_closed_stdout():
     assert b"'NoneType' object has no attribute" in said
 
 
-NUMBERS = """
+READY = "from kvtier.cli.streams import ready_streams; ready_streams()"
+ALONE = f"import os; os.set_inheritable = lambda *_: None; {READY}"
+NUMBER = """
 import os
-{first}
 print(os.open("/dev/zero", os.O_RDONLY), file=open("/dev/fd/9", "w"))
+"""
+OF_A_CHILD = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {NUMBER!r}], check=True, pass_fds=[9])
 """
 
 
-@pytest.mark.parametrize("ready", [True, False])
-def test_what_is_opened_gets_no_number_of_a_stream(ready):
-    """And the twin: else a store's file would get what is printed."""
-    first = "from kvtier.cli.streams import ready_streams; ready_streams()" if ready else ""
+@pytest.mark.parametrize(
+    ("program", "free"),
+    [
+        (READY + NUMBER, False),
+        (NUMBER, True),
+        (READY + OF_A_CHILD, False),
+        (ALONE + OF_A_CHILD, True),
+    ],
+    ids=["here", "twin", "in a process that is started", "twin, whose streams are its own"],
+)
+def test_what_is_opened_gets_no_number_of_a_stream(program, free):
+    """And the twins: else a store's file would get what is printed."""
     reading, writing = os.pipe()
     os.set_blocking(reading, False)
 
@@ -64,16 +77,12 @@ def test_what_is_opened_gets_no_number_of_a_stream(ready):
         for number in (0, 1, 2):
             os.close(number)
 
-    subprocess.run(
-        [sys.executable, "-c", NUMBERS.format(first=first)],
-        check=True,
-        pass_fds=[9],
-        preexec_fn=close,
-    )
+    command = [sys.executable, "-c", program]
+    subprocess.run(command, check=True, pass_fds=[9], preexec_fn=close)
     os.close(writing)
     number = int(os.read(reading, 100))
     os.close(reading)
-    assert (number > 2) is ready
+    assert (number <= 2) is free
 
 
 def test_doctor_speaks_ascii_where_stdout_does():
