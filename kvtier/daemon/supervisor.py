@@ -231,6 +231,7 @@ class Supervisor:
             env={**os.environ, "PYTHONPATH": paths},
             stdin=subprocess.DEVNULL,
             stdout=_errors(),
+            stderr=_errors(),
         )
 
     @property
@@ -309,12 +310,16 @@ def _why(status: int, *, first: bool) -> str:
 
 
 def _errors() -> int:
-    """Return where a server writes: this process's standard error, if it is open."""
+    """Return where a server writes: this process's standard error, if it has one.
+
+    What has its number else was opened here: no child inherits it, whose arena would get the number
+    and what is printed.
+    """
     try:
-        os.fstat(2)
+        has_one = os.get_inheritable(2)
     except OSError:
-        return subprocess.DEVNULL
-    return 2
+        has_one = False
+    return 2 if has_one else subprocess.DEVNULL
 
 
 _running: list[Supervisor] = []

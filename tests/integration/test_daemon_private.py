@@ -83,6 +83,21 @@ def owner(*args) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
+CARELESS = "import kvtier.daemon.supervisor as it; it._errors = lambda: None; "
+
+
+@pytest.mark.parametrize(("before", "nothing"), [("", True), (CARELESS, False)])
+def test_nothing_is_printed_into_its_memory_where_stderr_is_closed(before, nothing):
+    """And the twin: what the server opens first would get the number, which is its arena."""
+    command = [sys.executable, "-c", before + OWNER.strip(), "one", DRAM]
+    closing = ["sh", "-c", 'exec "$@" 2>&-', "sh", *command]
+    with subprocess.Popen(closing, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        server = int(process.stdout.readline())
+        place = os.readlink(f"/proc/{server}/fd/2")  # noqa: PTH115  (of what is no file)
+        process.communicate()
+    assert (place == os.devnull) is nothing
+
+
 def test_it_ends_with_a_process_that_is_killed_and_the_next_takes_its_place():
     with owner("one", DRAM) as process:
         server = int(process.stdout.readline())
