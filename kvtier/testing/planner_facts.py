@@ -28,6 +28,7 @@ def facts_hold() -> bool:
         and _counts()
         and staging_holds()
         and _cut_groups()
+        and _own_planes()
         and _together()
         and _stacks()
         and _looks_once()
@@ -67,6 +68,8 @@ def _refusals() -> Iterator[tuple[type[Exception], str, Callable[[], object]]]:
     yield MisuseError, "do not match", partial(describe, [Copy(pages[:, :0], (0,), slot[:, :1])])
     several = [Copy(pages, blocks, slot) for blocks in ((3, 4), (HOLE, 2), (1, 5), (7, 8))]
     yield MisuseError, "blocks 1 to 5 do not match pages of 5", partial(describe, several)
+    uneven = [Copy(pages, blocks, slot) for blocks in ((1, 2), (1, 2, 3))]
+    yield MisuseError, "3 blocks of (4, 5, 8) do not match their slot", partial(describe, uneven)
     for most in (0, -16, 8, 24):
         yield MisuseError, "aligned", partial(cut, describe([]), most)
     good = np.zeros((4, 5, 64), np.uint16)
@@ -156,6 +159,26 @@ def _joined_apart(spread: Spread) -> list[list[int]]:
         one = Spread(spread.planes, spread.runs.some(slice(first, stop)))
         found += lines(joined(one.expanded()))
     return found
+
+
+def _own_planes() -> bool:
+    """Say whether groups have of each copy its planes, behind one of its pages, or of its cuts."""
+    (one, other), slot = np.zeros((2, 4, 3, 8), np.uint8), np.zeros((4, 1, 8), np.uint8)
+    halves, rest = ((0, 2), (2, 4)), ((0, 1), (1, 4))
+    copies = [Copy(pages, (0,), slot) for pages in (one, one, other)]
+    cuts = [halves, rest, rest]
+    groups = PlaneGroups(copies, cuts, 2)
+    mine = [
+        [copy.cut(slice(*cut[at])) for copy, cut in zip(copies, cuts, strict=True)] for at in (0, 1)
+    ]
+    return [list(map(_ends, group)) for group in groups] == [
+        list(map(_ends, some)) for some in mine
+    ]
+
+
+def _ends(copy: Copy) -> tuple[object, ...]:
+    pages, _, slot = copy
+    return np.asarray(pages).ctypes.data, pages.shape, slot.ctypes.data, slot.shape
 
 
 def _cut_groups() -> bool:
