@@ -26,6 +26,11 @@ LIES = {  # how pages lie in memory, from more of it than they are
     "blocks before planes": lambda memory: memory[:, :BLOCKS, :BYTES].swapaxes(0, 1).copy(),
     "blocks among others": lambda memory: memory[:, ::2, :BYTES],
     "odd gaps": lambda memory: memory[:, :, : BYTES + 16].copy()[:, :, 8 : 8 + BYTES],
+    "planes oddly apart": lambda memory: (
+        memory.reshape(PLANES, -1)[:, : BLOCKS * BYTES + 8]
+        .copy()[:, : BLOCKS * BYTES]
+        .reshape(PLANES, BLOCKS, BYTES)
+    ),
     "one plane": lambda memory: memory[:1, :BLOCKS, :BYTES].copy(),
     "no plane": lambda memory: memory[:0, :BLOCKS, :BYTES].copy(),
     "no bytes": lambda memory: memory[:, :BLOCKS, :0].copy(),
