@@ -161,11 +161,17 @@ class CpuStream:
     def _wake(self, works: deque[Callable[[], None]]) -> None:
         """Put work into the queue. Called under the lock.
 
-        Raises RuntimeError, and puts nothing there, where the system gives no thread.
+        Raises ConfigError, and puts nothing there, where the system gives no thread.
         """
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"kvtier-{self._name}", daemon=True)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError as error:
+                raise ConfigError(
+                    f"there is no thread for copies on stream {self._name} ({error}): raise the "
+                    f"limit of processes (ulimit -u, or TasksMax= in the systemd unit)"
+                ) from error
             self._thread = thread
         self._work.put(works)
 

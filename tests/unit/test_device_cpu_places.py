@@ -15,7 +15,7 @@ from kvtier.device import base, cpu
 from kvtier.device.base import HOLE, Copy, Device, Role
 from kvtier.device.chaos import ChaosDevice
 from kvtier.device.cpu import CpuDevice
-from kvtier.errors import MisuseError
+from kvtier.errors import ConfigError, MisuseError
 
 PLANES, BLOCKS, BYTES = 6, 20, 48
 SECONDS = 10.0
@@ -137,7 +137,9 @@ def late(device: CpuDevice, monkeypatch) -> bool:
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
-        with pytest.raises(RuntimeError, match="can't start"):
+        with pytest.raises(
+            ConfigError, match=r"\(can't start new thread\): raise the limit of pro"
+        ):
             device.gather(device.stream("store"), [Copy(pages, [1], first)], ())
     assert copied(device, Copy(pages, [2], second), "store")
     assert second.all()
