@@ -65,12 +65,20 @@ def test_a_read_that_never_returns_is_given_up_by_its_time(toy, disk):
     assert toy.load("two", prompt(TOKENS + 1))[::2] == (TOKENS, True)
 
 
-def test_given_to_another_its_slots_would_be_overwritten(engines, disk, caplog):
+def test_given_to_another_its_slots_would_be_overwritten(engines, disk, caplog, monkeypatch):
     """The twin: slots freed when the waiter gives up, while the read may still write."""
     caplog.set_level("CRITICAL", logger="kvtier")  # a traceback that is kept keeps the arena
     toy = engines(disk, chunks=CHUNKS, recount=False)
     toy.save("one", prompt(TOKENS))
     toy.cache.clear("dram")
+    returned, read = threading.Event(), disk.read_many
+
+    def reads(*call):
+        found = read(*call)
+        returned.set()
+        return found
+
+    monkeypatch.setattr(disk, "read_many", reads)
     stalled(toy, disk)
     toy.connector.finish("r")
     fetcher = toy.cache._desk.moves._fetcher
@@ -88,7 +96,7 @@ def test_given_to_another_its_slots_would_be_overwritten(engines, disk, caplog):
     toy.until(lambda update: toy.cache.match(wanted).tokens == TOKENS)
     lease = toy.cache.lease(toy.cache.match(wanted), deadline=60)
     disk.gate.set()
-    assert toy.cache.flush(timeout=20)
+    assert returned.wait(20)
     with lease:
         plan = toy.cache.plan_load(lease, BLOCKS)
     toy.cache.settle(plan, toy.cache.bind(toy.kv, toy.device).execute(plan, ()).result(20))

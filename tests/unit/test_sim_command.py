@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -182,16 +183,30 @@ def test_bad_input_is_said_in_one_line(args, said, capsys):
     assert error.count("\n") == 1
 
 
+@contextlib.contextmanager
 def started(module, *args):
-    """Start a module in a session of its own, as a terminal starts a command."""
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *args],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    """Start a module in a session of its own, as a terminal starts a command.
+
+    Which takes interrupts: a shell's background, where the tests may run, leaves them ignored.
+    """
+    kept = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *args],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+    finally:
+        signal.signal(signal.SIGINT, kept)
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def interrupted(process):
@@ -208,15 +223,15 @@ def catches_interrupts(pid):
 
 
 def test_who_interrupts_it_hears_nothing_of_its_processes():
-    process = started("kvtier", "sim", "--schedules", "100000", "--jobs", "2")
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    workers = until(lambda: len(found := children.read_text().split()) == 2 and found)
-    assert until(lambda: all(map(catches_interrupts, workers)))
-    assert not interrupted(process).strip()
-    assert process.returncode == 130
+    with started("kvtier", "sim", "--schedules", "100000", "--jobs", "2") as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        workers = until(lambda: len(found := children.read_text().split()) == 2 and found)
+        assert until(lambda: all(map(catches_interrupts, workers)))
+        assert not interrupted(process).strip()
+        assert process.returncode == 130
 
 
 def test_twin_a_process_of_it_that_gets_the_interrupt_says_where_it_was():
-    process = started("kvtier.testing.simworker")
-    assert until(lambda: catches_interrupts(process.pid))
-    assert "KeyboardInterrupt" in interrupted(process)
+    with started("kvtier.testing.simworker") as process:
+        assert until(lambda: catches_interrupts(process.pid))
+        assert "KeyboardInterrupt" in interrupted(process)
