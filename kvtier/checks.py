@@ -32,6 +32,12 @@ def read_settings(path: Path) -> bytes:
     return found
 
 
+def what_is_wrong(error: Exception) -> str:
+    """Return why a text is no JSON, or no TOML, in words that are about the text."""
+    of_python = type(error) in (ValueError, RecursionError)  # its limits, and how to raise them
+    return "too long a number, or too deep" if of_python else str(error)
+
+
 def is_number(value: Any) -> bool:
     """Say whether it is a real number; infinity is one, NaN is none."""
     return _counts(value, Real) and bool(value >= -math.inf)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from urllib.parse import parse_qsl
 
 from kvtier.catalog.owners import Quota, check_floors
-from kvtier.checks import check_kind, check_whole, is_number, read_settings
+from kvtier.checks import check_kind, check_whole, is_number, read_settings, what_is_wrong
 from kvtier.codecs.door import check_codec
 from kvtier.errors import ConfigError, check_known, unknown
 from kvtier.memory.numa import parse_nodes
@@ -161,10 +161,8 @@ def read_toml(path: str | Path, known: Sequence[str]) -> dict[str, object]:
         raise ConfigError(f"{str(path)!r} is no path: {error}") from error
     try:
         data: dict[str, object] = tomllib.loads(text.decode())
-    except RecursionError as error:
-        raise ConfigError(f"{path} is not TOML: it is too deep") from error
-    except ValueError as error:  # also of a number that is too long
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not TOML: {what_is_wrong(error)}") from error
     check_known("option", data, known)
     return data
 

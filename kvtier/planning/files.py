@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import os
 import re
 import stat
-import tomllib
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -74,13 +72,6 @@ def check_regular(path: Path) -> None:
     if not stat.S_ISREG(mode):
         what = "a directory" if stat.S_ISDIR(mode) else "a pipe or a device"
         raise OSError(f"it is {what}; give a file")
-
-
-def what_is_wrong(error: Exception) -> str:
-    """Return why a text is no JSON, or no TOML, in words that are about the text."""
-    if isinstance(error, json.JSONDecodeError | tomllib.TOMLDecodeError | UnicodeDecodeError):
-        return str(error)
-    return "too long a number, or too deep"
 
 
 class _Unpacked(io.RawIOBase):

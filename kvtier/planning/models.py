@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
-from kvtier.checks import shown
+from kvtier.checks import shown, what_is_wrong
 from kvtier.errors import ConfigError, unknown
-from kvtier.planning.files import check_regular, what_is_wrong
+from kvtier.planning.files import check_regular
 
 _MOST: Final = 1 << 40
 _EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")

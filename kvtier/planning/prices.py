@@ -13,8 +13,9 @@ from typing import Final
 
 import msgspec
 
+from kvtier.checks import what_is_wrong
 from kvtier.errors import ConfigError, unknown
-from kvtier.planning.files import check_regular, what_is_wrong
+from kvtier.planning.files import check_regular
 
 DAY: Final = 86_400.0
 MONTH: Final = 30 * DAY

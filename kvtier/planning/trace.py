@@ -18,15 +18,9 @@ from typing import IO, Any, Final
 
 import zstandard
 
-from kvtier.checks import shown
+from kvtier.checks import shown, what_is_wrong
 from kvtier.errors import ConfigError
-from kvtier.planning.files import (
-    TraceFiles,
-    check_regular,
-    trace_files,
-    unpacked,
-    what_is_wrong,
-)
+from kvtier.planning.files import TraceFiles, check_regular, trace_files, unpacked
 
 _MOST_BYTES: Final = 16 << 20
 _MOST_BLOCKS: Final = 1 << 20
