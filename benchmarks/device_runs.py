@@ -8,7 +8,9 @@ memcheck: accesses of the kernel beyond memory, by compute-sanitizer.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -131,17 +133,22 @@ def memcheck(seconds: float) -> str:
         return "not run: there is no compute-sanitizer"
     tests = ROOT / "tests" / "unit" / "test_device_gpu.py"
     pytest = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "MLA", tests)
-    try:
-        done = subprocess.run(
-            [tool, "--error-exitcode", str(WRONG), *pytest],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=seconds,
-            cwd=ROOT,
-        )
-    except subprocess.TimeoutExpired:
-        return f"left out: not over in {seconds:.0f} s"
-    if done.returncode:
-        raise RuntimeError(f"status {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    command = [tool, "--error-exitcode", str(WRONG), *pytest]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+        start_new_session=True,  # to end what the tool has started, too, which holds the GPU
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return f"left out: not over in {seconds:.0f} s"
+        finally:
+            if process.returncode is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode:
+        raise RuntimeError(f"status {process.returncode}: {said[-2000:]}")
     return "nothing was found"
