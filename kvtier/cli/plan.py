@@ -177,7 +177,7 @@ def _show(found: Budget, drawn: Curve | None, tiers: Stack | None) -> None:
     if drawn is not None and drawn.at_a_time:
         console.print(
             f"GPU memory alone finds {drawn.hbm.hit_rate:.1f}%, where it is all for the cache: "
-            "what the tiers save beside that is the less."
+            "what tiers save beside that is less."
         )
 
 
