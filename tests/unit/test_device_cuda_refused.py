@@ -204,3 +204,21 @@ def test_a_gpu_that_is_lost_is_closed_and_its_memory_let_go():
         device.gather(device.stream("store"), halves(pages(), slots), ()).wait(SECONDS)
     device.close()
     assert driver.pinned == {}
+
+
+def test_of_a_gpu_that_tells_of_nothing_any_more_all_is_kept(monkeypatch, caplog):
+    """Who closes it goes on: a cache still has its own to let go."""
+    monkeypatch.setattr(module, "_HANGING", [])
+    driver, slots = CpuDriver(), np.zeros((PLANES, 2, BYTES), np.uint8)
+
+    def lost(_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    device = made("direct", driver)
+    device.pin(slots)
+    monkeypatch.setattr(driver, "record", lost)
+    device.close()
+    assert driver.pinned == {slots.ctypes.data: slots.nbytes}
+    assert [device] == module._HANGING
+    assert "illegal memory access" in caplog.text
+    driver.close()
