@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
+from kvtier.testing.with_parent import end_with
+
 Job = Callable[[], Any]
 """Returns what JSON can say."""
 
@@ -80,10 +82,12 @@ def forked(
 def _begin(job: Job, seconds: int) -> tuple[int, int]:
     """Fork; return where the child will tell its result, and the child."""
     place, there = os.pipe()
-    child = os.fork()
+    parent, child = os.getpid(), os.fork()
     if child:
         os.close(there)
         return place, child
+    if not end_with(parent):
+        os._exit(1)
     try:
         if seconds:
             signal.setitimer(signal.ITIMER_PROF, seconds)  # whose default is to end the process

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Final
 
 _PR_SET_PDEATHSIG: Final = 1  # prctl(2)
+_libc: Final = ctypes.CDLL(None)
 
 # The kernel sends the signal. The check after it is for a parent that was gone before.
 _PROGRAM: Final = """
@@ -29,6 +30,12 @@ def with_parent(command: Sequence[str]) -> list[str]:
     return [sys.executable, "-ISc", _PROGRAM, str(os.getpid()), *command]
 
 
+def end_with(parent: int) -> bool:
+    """Let this process be killed when its parent ends; say whether that is there. For a fork."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    return os.getppid() == parent
+
+
 def fork_with_parent(call: Callable[[], None], keep: Collection[int] = ()) -> int:
     """Run `call` in a fork of this process, until that ends or this one does; return its id.
 
@@ -41,10 +48,10 @@ def fork_with_parent(call: Callable[[], None], keep: Collection[int] = ()) -> in
         return child
     status = 1
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        wanted = end_with(parent)
         for above, below in pairwise([2, *sorted(keep), os.sysconf("SC_OPEN_MAX")]):
             os.closerange(above + 1, below)
-        if os.getppid() == parent:
+        if wanted:
             call()
             status = 0
     finally:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -52,3 +55,34 @@ def test_a_planner_that_does_not_hold_in_a_fork_is_no_proof_that_its_changes_sho
 def test_a_long_result_comes_whole():
     (found,) = forked([lambda: "x" * 300_000])
     assert len(found.value) == 300_000
+
+
+WAITS = """
+import sys
+from kvtier.testing import forks
+
+def job():
+    print("begun", flush=True)
+    sys.stdin.readline()
+    print("went on", flush=True)
+
+forks.forked([job])
+"""
+CARELESS = WAITS.replace("def job", "forks.end_with = lambda parent: True\ndef job")
+
+
+@pytest.mark.parametrize(("program", "said"), [(WAITS, ""), (CARELESS, "went on\n")])
+def test_a_job_ends_with_who_asked_for_it(program, said):
+    """And the twin: one that waits would be there for good, where that was killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as asking:
+        assert asking.stdout.readline() == "begun\n"
+        asking.kill()
+        asking.wait()
+        with contextlib.suppress(BrokenPipeError):  # nobody is there to read it
+            asking.stdin.write("go on\n")
+            asking.stdin.flush()
+        assert asking.stdout.read() == said
+        with contextlib.suppress(BrokenPipeError):
+            asking.stdin.close()
